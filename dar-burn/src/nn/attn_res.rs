@@ -1,0 +1,251 @@
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor};
+use dar_kernels::Routing;
+
+use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless};
+use super::params::{identities, zeros};
+use crate::ops::{History, Retrieved, accumulator, attnres_read, merge, prefix};
+
+/// Attention Residuals (DAR paper, equations 2–5; Kimi Team et al.): every branch reads a softmax mix of earlier states.
+///
+/// Parameters: one query of `d_model` a site and one for the output read; a site that only ever sees the embedding has
+/// none. Separate values add `maps × d_model²`.
+#[derive(Config, Debug, PartialEq)]
+pub struct AttnResConfig {
+    /// Branches whose outputs sum to one source: 1 is the full form, a source per branch; 2K is a block of K layers.
+    pub branches_per_block: usize,
+    /// Which branches share a query.
+    #[config(default = "Tying::PerBranch")]
+    pub tying: Tying,
+    /// Projects the values of the sources (SepV control, equation 21); full form only.
+    #[config(default = "SeparateValues::None")]
+    pub separate_values: SeparateValues,
+    /// Epsilon of the key norm.
+    #[config(default = 1e-6)]
+    pub eps: f64,
+}
+
+/// Value projections of the sources (equation 21). They start as the identity.
+#[derive(Config, Debug, Copy, PartialEq, Eq, Default)]
+pub enum SeparateValues {
+    /// Values are the sources themselves.
+    #[default]
+    None,
+    /// A map per source, the embedding included.
+    PerSource,
+    /// This many maps, each shared by a run of neighbouring sources of equal length (but for rounding).
+    Maps(usize),
+}
+
+impl AttnResConfig {
+    /// Full form: every branch output is a source.
+    pub fn full() -> Self {
+        Self::new(1)
+    }
+
+    /// Block form with `layers` Transformer layers (two branches each) a block.
+    pub fn block(layers: usize) -> Self {
+        Self::new(2 * layers)
+    }
+
+    /// Refuses a configuration that cannot serve `layout`, with the reason.
+    pub fn validate(&self, layout: &BranchLayout) -> Result<(), ResidualConfigError> {
+        let block = self.branches_per_block;
+        refuse_unless(block > 0, "AttnRes", "branches_per_block", block, "at least 1")?;
+        check_tying("AttnRes", self.tying, block, layout)?;
+        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "AttnRes", "eps", self.eps, "a finite number ≥ 0")?;
+        let sources = layout.branches + 1;
+        match self.separate_values {
+            SeparateValues::None => Ok(()),
+            _ if block > 1 => Err(ResidualConfigError::new(
+                "AttnRes",
+                "branches_per_block",
+                block,
+                "1 with separate values: equation 21 gives every source a map, and an open block is not a source yet",
+            )),
+            SeparateValues::PerSource => Ok(()),
+            SeparateValues::Maps(maps) => refuse_unless(
+                (1..=sources).contains(&maps),
+                "AttnRes",
+                "separate_values",
+                maps,
+                &format!("from 1 to {sources} maps, the number of sources"),
+            ),
+        }
+    }
+
+    /// The scheme for a model with this layout.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses, with its message.
+    pub fn init(&self, layout: &BranchLayout, device: &Device) -> AttnRes {
+        if let Err(error) = self.validate(layout) {
+            panic!("{error}");
+        }
+        let BranchLayout { d_model, branches, .. } = *layout;
+        let sites = Sites { branches, branches_per_block: self.branches_per_block, tying: self.tying };
+        let maps = match self.separate_values {
+            SeparateValues::None => None,
+            SeparateValues::PerSource => Some(branches + 1),
+            SeparateValues::Maps(maps) => Some(maps),
+        };
+        AttnRes {
+            queries: (0..sites.count()).map(|site| sites.has_query(site).then(|| zeros([d_model], device))).collect(),
+            output_query: zeros([d_model], device),
+            value_maps: maps.map(|maps| identities(maps, d_model, device)),
+            branches,
+            branches_per_block: self.branches_per_block,
+            tying: self.tying,
+            eps: self.eps,
+        }
+    }
+}
+
+/// Refuses tying per block where branches do not alternate or blocks are not whole layers.
+pub(super) fn check_tying(
+    scheme: &'static str,
+    tying: Tying,
+    branches_per_block: usize,
+    layout: &BranchLayout,
+) -> Result<(), ResidualConfigError> {
+    if tying == Tying::PerBranch {
+        return Ok(());
+    }
+    refuse_unless(
+        layout.alternating,
+        scheme,
+        "layout.alternating",
+        layout.alternating,
+        "true with tying per block: a block has one attention site and one feed-forward site",
+    )?;
+    refuse_unless(
+        branches_per_block == 1 || branches_per_block.is_multiple_of(2),
+        scheme,
+        "branches_per_block",
+        branches_per_block,
+        "an even number with tying per block: whole layers",
+    )
+}
+
+/// Attention Residuals. Made by [`AttnResConfig::init`].
+#[derive(Module, Debug)]
+pub struct AttnRes {
+    /// One pseudo-query a site (4). `[d_model]`
+    pub queries: Vec<Option<Param<Tensor<1>>>>,
+    /// Query of the output read. `[d_model]`
+    pub output_query: Param<Tensor<1>>,
+    /// Value projections (21), `value[e] = sum_d map[e][d] source[d]`. `[maps, d_model, d_model]`
+    pub value_maps: Option<Param<Tensor<3>>>,
+    branches: usize,
+    branches_per_block: usize,
+    #[module(skip)]
+    tying: Tying,
+    eps: f64,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct AttnResState {
+    history: History,
+    open: Option<Open>,
+}
+
+/// The block that is still open.
+#[derive(Debug, Clone)]
+struct Open {
+    /// What the queries of this block's sites find in the history.
+    retrieved: Vec<Retrieved>,
+    /// Sum of the block's branch outputs. `[tokens, 1, d_model]`
+    partial: Tensor<3>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct AttnResPending {
+    history: History,
+    retrieved: Vec<Retrieved>,
+    partial: Option<Tensor<3>>,
+}
+
+impl AttnResPending {
+    pub(super) fn carried(&self) -> Tensor<3> {
+        self.history.value(0)
+    }
+}
+
+impl AttnRes {
+    fn sites(&self) -> Sites {
+        Sites { branches: self.branches, branches_per_block: self.branches_per_block, tying: self.tying }
+    }
+
+    pub(super) fn start(&self, x: Tensor<2>) -> AttnResState {
+        let value = self.project(0, x.clone());
+        let history = History::new(x.unsqueeze_dim(1), self.eps);
+        let history = match value {
+            Some(value) => history.with_first_value(value),
+            None => history,
+        };
+        AttnResState { history, open: None }
+    }
+
+    pub(super) fn read(&self, branch: usize, state: AttnResState) -> (Tensor<2>, AttnResPending) {
+        let AttnResState { history, open } = state;
+        let site = self.sites().of(branch);
+        let row = site - self.sites().of_block(branch).start;
+        match open {
+            None => {
+                let retrieved = prefix(&history, self.block_queries(branch), Routing::SelfKeyValue);
+                let input = retrieved[row].state.clone().squeeze_dim(1);
+                (input, AttnResPending { history, retrieved, partial: None })
+            }
+            Some(Open { retrieved, partial }) => {
+                let query = self.query(site).unsqueeze_dim(0);
+                let merged = merge(retrieved[row].clone(), partial.clone(), query, Routing::SelfKeyValue, self.eps);
+                (merged.squeeze_dim(1), AttnResPending { history, retrieved, partial: Some(partial) })
+            }
+        }
+    }
+
+    pub(super) fn write(&self, branch: usize, pending: AttnResPending, output: Tensor<2>) -> AttnResState {
+        let AttnResPending { history, retrieved, partial } = pending;
+        let output = output.unsqueeze_dim::<3>(1);
+        let partial = match partial {
+            Some(partial) => partial + output,
+            None => output,
+        };
+        if (branch + 1) % self.branches_per_block != 0 {
+            return AttnResState { history, open: Some(Open { retrieved, partial }) };
+        }
+        let history = match self.project(history.len(), partial.clone().squeeze_dim(1)) {
+            Some(value) => history.append_with_value(partial, value),
+            None => history.append(partial),
+        };
+        AttnResState { history, open: None }
+    }
+
+    pub(super) fn finish(&self, state: AttnResState) -> Tensor<2> {
+        attnres_read(&state.history, state.open.map(|open| open.partial), self.output_query.val())
+    }
+
+    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 1, d_model]`
+    fn block_queries(&self, branch: usize) -> Tensor<3> {
+        let queries: Vec<Tensor<1>> = self.sites().of_block(branch).map(|site| self.query(site)).collect();
+        Tensor::stack::<2>(queries, 0).unsqueeze_dim(1)
+    }
+
+    fn query(&self, site: usize) -> Tensor<1> {
+        match &self.queries[site] {
+            Some(query) => query.val(),
+            None => Tensor::zeros(self.output_query.shape(), &self.output_query.device()),
+        }
+    }
+
+    /// The projected value of source `source`, if there are maps (21). `[tokens, 1, d_model]`
+    fn project(&self, source: usize, state: Tensor<2>) -> Option<Tensor<3>> {
+        let maps = self.value_maps.as_ref()?.val();
+        let [count, d_model, _] = maps.dims();
+        let map = maps.narrow(0, source * count / (self.branches + 1), 1).reshape([d_model, d_model]);
+        let dtype = state.dtype();
+        let value = state.cast(accumulator(dtype)).matmul(map.transpose().cast(accumulator(dtype)));
+        Some(value.cast(dtype).unsqueeze_dim(1))
+    }
+}

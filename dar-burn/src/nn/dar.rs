@@ -1,0 +1,207 @@
+use burn::config::Config;
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor};
+use dar_kernels::Routing;
+
+use super::attn_res::check_tying;
+use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless};
+use super::params::zeros;
+use super::site::DarSite;
+use crate::ops::{History, Retrieved, output_read, prefix, residual_read, residual_read_first, write, write_first};
+
+/// Dual Attention Residuals (DAR paper, equations 6–18): two residual streams, each retrieving its own history under the
+/// weights that the *other* stream's keys give.
+///
+/// Parameters: `12 d_model + 8` a site (query, three gates) and `2 d_model` output queries; a site that only ever sees
+/// the embedding has no query.
+///
+/// # Start
+///
+/// The initial model computes the plain residual, up to a scale that the final norm removes: zero queries and gate
+/// weights, equal alphas, and betas `1 ± write_gap` that average to 1. The gap and a `keep` near 1 let the two streams
+/// part in direction under training: equal writes would keep them equal for ever.
+#[derive(Config, Debug, PartialEq)]
+pub struct DarConfig {
+    /// Branches a block, 2K for K Transformer layers; at least 2. The full form is K = 1.
+    pub branches_per_block: usize,
+    /// Which stream gives keys and which gives values (equations 10 and 22).
+    #[config(default = "Routing::CrossKey")]
+    pub routing: Routing,
+    /// Which branches share a site.
+    #[config(default = "Tying::PerBranch")]
+    pub tying: Tying,
+    /// Initial writes are `1 + write_gap` to stream 0 and `1 - write_gap` to stream 1. `FixedKeyValue` starts with equal
+    /// writes whatever this is: its stream of keys is not read, so only they give the plain residual, and its fixed
+    /// roles part the streams anyway.
+    #[config(default = 0.5)]
+    pub write_gap: f64,
+    /// The gap changes its sign between attention (even) and feed-forward (odd) branches.
+    #[config(default = true)]
+    pub alternate_gap: bool,
+    /// Initial rho: how much of itself a partial stream keeps.
+    #[config(default = 0.9)]
+    pub keep: f64,
+    /// Epsilon of the key norm and the gate norms.
+    #[config(default = 1e-6)]
+    pub eps: f64,
+}
+
+impl DarConfig {
+    /// Block form with `layers` Transformer layers (two branches each) a block; the full form is one layer a block.
+    pub fn block(layers: usize) -> Self {
+        Self::new(2 * layers)
+    }
+
+    /// Refuses a configuration that cannot serve `layout`, with the reason.
+    pub fn validate(&self, layout: &BranchLayout) -> Result<(), ResidualConfigError> {
+        let block = self.branches_per_block;
+        refuse_unless(
+            block >= 2,
+            "Dar",
+            "branches_per_block",
+            block,
+            "at least 2: the entry of a one-branch block would be one branch output, scaled for each stream, so its two \
+             streams would be collinear and could not address each other (equations 19–20)",
+        )?;
+        check_tying("Dar", self.tying, block, layout)?;
+        refuse_unless((0.0..1.0).contains(&self.write_gap), "Dar", "write_gap", self.write_gap, "a number in [0, 1)")?;
+        refuse_unless(self.keep > 0.0 && self.keep < 1.0, "Dar", "keep", self.keep, "a number in (0, 1)")?;
+        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "Dar", "eps", self.eps, "a finite number ≥ 0")
+    }
+
+    /// The scheme for a model with this layout.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses, with its message.
+    pub fn init(&self, layout: &BranchLayout, device: &Device) -> Dar {
+        if let Err(error) = self.validate(layout) {
+            panic!("{error}");
+        }
+        let BranchLayout { d_model, branches, .. } = *layout;
+        let sites = Sites { branches, branches_per_block: self.branches_per_block, tying: self.tying };
+        let gap = match self.routing {
+            Routing::FixedKeyValue => 0.0,
+            _ => self.write_gap,
+        };
+        let site = |site: usize| {
+            let position = site % sites.per_block();
+            let gap = if self.alternate_gap && position % 2 == 1 { -gap } else { gap };
+            DarSite::new(d_model, sites.has_query(site), gap, self.keep, device)
+        };
+        Dar {
+            sites: (0..sites.count()).map(site).collect(),
+            output_query: zeros([2, d_model], device),
+            d_model,
+            branches,
+            branches_per_block: self.branches_per_block,
+            tying: self.tying,
+            routing: self.routing,
+            eps: self.eps,
+        }
+    }
+}
+
+/// Dual Attention Residuals. Made by [`DarConfig::init`].
+#[derive(Module, Debug)]
+pub struct Dar {
+    /// Queries and gates of the sites.
+    pub sites: Vec<DarSite>,
+    /// Queries of the output read. `[2, d_model]`
+    pub output_query: Param<Tensor<2>>,
+    d_model: usize,
+    branches: usize,
+    branches_per_block: usize,
+    #[module(skip)]
+    tying: Tying,
+    #[module(skip)]
+    routing: Routing,
+    eps: f64,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct DarState {
+    history: History,
+    open: Option<Open>,
+}
+
+/// The block that is still open.
+#[derive(Debug, Clone)]
+struct Open {
+    /// What the queries of this block's sites find in the history.
+    retrieved: Vec<Retrieved>,
+    /// `[tokens, 2, d_model]`
+    partial: Tensor<3>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct DarPending {
+    history: History,
+    retrieved: Vec<Retrieved>,
+    /// `[tokens, 2]`
+    beta: Tensor<2>,
+    /// The partial state and its rho `[tokens, 1]`; none for a block's first branch.
+    transport: Option<(Tensor<3>, Tensor<2>)>,
+}
+
+impl DarPending {
+    pub(super) fn carried(&self) -> Tensor<3> {
+        self.history.value(0)
+    }
+}
+
+impl Dar {
+    fn layout(&self) -> Sites {
+        Sites { branches: self.branches, branches_per_block: self.branches_per_block, tying: self.tying }
+    }
+
+    pub(super) fn start(&self, x: Tensor<2>) -> DarState {
+        // H_0 holds the embedding twice (6).
+        let embedding = x.unsqueeze_dim::<3>(1).repeat_dim(1, 2);
+        DarState { history: History::new(embedding, self.eps), open: None }
+    }
+
+    pub(super) fn read(&self, branch: usize, state: DarState) -> (Tensor<2>, DarPending) {
+        let DarState { history, open } = state;
+        let index = self.layout().of(branch);
+        let row = index - self.layout().of_block(branch).start;
+        let site = &self.sites[index];
+        match open {
+            None => {
+                let retrieved = prefix(&history, self.block_queries(branch), self.routing);
+                let read = residual_read_first(retrieved[row].state.clone(), &site.weights(), self.eps);
+                (read.input, DarPending { history, retrieved, beta: read.beta, transport: None })
+            }
+            Some(Open { retrieved, partial }) => {
+                let query = site.query(self.d_model);
+                let found = retrieved[row].clone();
+                let (read, rho) = residual_read(found, partial.clone(), query, &site.weights(), self.routing, self.eps);
+                let transport = Some((partial, rho));
+                (read.input, DarPending { history, retrieved, beta: read.beta, transport })
+            }
+        }
+    }
+
+    pub(super) fn write(&self, branch: usize, pending: DarPending, output: Tensor<2>) -> DarState {
+        let DarPending { history, retrieved, beta, transport } = pending;
+        let partial = match transport {
+            None => write_first(output, beta),
+            Some((partial, rho)) => write(partial, output, beta, rho),
+        };
+        if (branch + 1) % self.branches_per_block == 0 {
+            DarState { history: history.append(partial), open: None } // (18)
+        } else {
+            DarState { history, open: Some(Open { retrieved, partial }) }
+        }
+    }
+
+    pub(super) fn finish(&self, state: DarState) -> Tensor<2> {
+        let partial = state.open.map(|open| open.partial);
+        output_read(&state.history, partial, self.output_query.val(), self.routing)
+    }
+
+    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 2, d_model]`
+    fn block_queries(&self, branch: usize) -> Tensor<3> {
+        let sites = self.layout().of_block(branch);
+        Tensor::stack(sites.map(|site| self.sites[site].query(self.d_model)).collect::<Vec<_>>(), 0)
+    }
+}

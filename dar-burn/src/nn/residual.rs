@@ -1,0 +1,388 @@
+use burn::config::Config;
+use burn::module::Module;
+use burn::tensor::{Device, Tensor};
+use dar_kernels::{KernelError, Routing};
+
+use super::attn_res::{AttnRes, AttnResConfig, AttnResPending, AttnResState};
+use super::cascade::{Cascade, CascadePending, CascadeState};
+use super::dar::{Dar, DarConfig, DarPending, DarState};
+use super::hyper::{HyperConfig, HyperConnections, HyperPending};
+use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
+use super::mhc::{Mhc, MhcConfig};
+use super::standard::Standard;
+use crate::ops::numeric::{require, require_device, require_dtype, require_shape};
+
+/// How a model carries its residual: the one line to change.
+///
+/// | variant | state it carries | source |
+/// |---|---|---|
+/// | [`Standard`](Self::Standard) | one stream | pre-norm residual (DAR paper, equation 1) |
+/// | [`AttnRes`](Self::AttnRes) | a history of one stream | Attention Residuals (equations 2–5) |
+/// | [`Dar`](Self::Dar) | a history of two streams | Dual Attention Residuals (equations 6–18) and its ablations (22) |
+/// | [`Hyper`](Self::Hyper) | n streams | dynamic hyper-connections |
+/// | [`Mhc`](Self::Mhc) | n streams | manifold-constrained hyper-connections |
+/// | [`Cascade`](Self::Cascade) | a frozen and a context stream | stream separation (Bregman conditioning paper, equations 2–3) |
+#[derive(Config, Debug, PartialEq)]
+pub enum ResidualConfig {
+    /// `x + f(x)`.
+    Standard,
+    /// Attention Residuals, full or block, and the separate-value control.
+    AttnRes(AttnResConfig),
+    /// Dual Attention Residuals, full or block, and the routing ablations.
+    Dar(DarConfig),
+    /// Dynamic hyper-connections.
+    Hyper(HyperConfig),
+    /// Manifold-constrained hyper-connections.
+    Mhc(MhcConfig),
+    /// Frozen token stream beside a context stream.
+    Cascade,
+}
+
+impl ResidualConfig {
+    /// Full Attention Residuals: every branch output is a source.
+    pub fn attnres_full() -> Self {
+        Self::AttnRes(AttnResConfig::full())
+    }
+
+    /// Block Attention Residuals with `layers` Transformer layers (two branches each) a block.
+    pub fn attnres_block(layers: usize) -> Self {
+        Self::AttnRes(AttnResConfig::block(layers))
+    }
+
+    /// Full Dual Attention Residuals: one Transformer layer a block.
+    pub fn dar_full() -> Self {
+        Self::Dar(DarConfig::block(1))
+    }
+
+    /// Block Dual Attention Residuals with `layers` Transformer layers (two branches each) a block.
+    pub fn dar_block(layers: usize) -> Self {
+        Self::Dar(DarConfig::block(layers))
+    }
+
+    /// Block Dual Attention Residuals with another routing (equation 22).
+    pub fn dar_routed(layers: usize, routing: Routing) -> Self {
+        Self::Dar(DarConfig::block(layers).with_routing(routing))
+    }
+
+    /// Dynamic hyper-connections with `streams` streams.
+    pub fn hyper_connections(streams: usize) -> Self {
+        Self::Hyper(HyperConfig::new().with_streams(streams))
+    }
+
+    /// Manifold-constrained hyper-connections with `streams` streams.
+    pub fn mhc(streams: usize) -> Self {
+        Self::Mhc(MhcConfig::new().with_streams(streams))
+    }
+
+    /// Whether the scheme returns the plain residual's state only up to a scale, so that the model has to normalise it.
+    pub fn needs_final_norm(&self) -> bool {
+        !matches!(self, Self::Standard | Self::Cascade)
+    }
+
+    /// Refuses a configuration that cannot serve `layout`, with the reason.
+    pub fn validate(&self, layout: &BranchLayout) -> Result<(), ResidualConfigError> {
+        refuse_unless(layout.d_model > 0, "BranchLayout", "d_model", layout.d_model, "at least 1")?;
+        refuse_unless(layout.branches > 0, "BranchLayout", "branches", layout.branches, "at least 1")?;
+        refuse_unless(
+            layout.final_norm || !self.needs_final_norm(),
+            self.name(),
+            "layout.final_norm",
+            layout.final_norm,
+            "true: this scheme returns the residual state up to a scale, which a norm after the last branch removes",
+        )?;
+        match self {
+            Self::Standard => Ok(()),
+            Self::AttnRes(config) => config.validate(layout),
+            Self::Dar(config) => config.validate(layout),
+            Self::Hyper(config) => config.validate(),
+            Self::Mhc(config) => config.validate(),
+            Self::Cascade => refuse_unless(
+                layout.alternating && layout.branches % 2 == 0,
+                "Cascade",
+                "layout.branches",
+                layout.branches,
+                "an even number of alternating branches: attention and feed-forward of a layer read the same state",
+            ),
+        }
+    }
+
+    /// The scheme's name in messages.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Standard => "Standard",
+            Self::AttnRes(_) => "AttnRes",
+            Self::Dar(_) => "Dar",
+            Self::Hyper(_) => "Hyper",
+            Self::Mhc(_) => "Mhc",
+            Self::Cascade => "Cascade",
+        }
+    }
+
+    /// The residual pathway of a model with this layout.
+    ///
+    /// No scheme draws random numbers, so models of different schemes drawn from one seed share their backbone's draws.
+    ///
+    /// # Panics
+    /// If [`validate`](Self::validate) refuses, with its message.
+    pub fn init(&self, layout: &BranchLayout, device: &Device) -> Residual {
+        if let Err(error) = self.validate(layout) {
+            panic!("{error}");
+        }
+        let scheme = match self {
+            Self::Standard => Scheme::Standard(Standard::new()),
+            Self::AttnRes(config) => Scheme::AttnRes(config.init(layout, device)),
+            Self::Dar(config) => Scheme::Dar(config.init(layout, device)),
+            Self::Hyper(config) => Scheme::Hyper(config.init(layout, device)),
+            Self::Mhc(config) => Scheme::Mhc(config.init(layout, device)),
+            Self::Cascade => Scheme::Cascade(Cascade::new()),
+        };
+        Residual { scheme, d_model: layout.d_model, branches: layout.branches }
+    }
+}
+
+/// The residual pathway of one model: owns the scheme's parameters, and none of the model's branches.
+///
+/// ```text
+/// state = start(embedding)
+/// for every branch f:  (input, pending) = read(state);  state = write(pending, f(input))
+/// hidden = finish(state)
+/// ```
+///
+/// Tensors are `[batch, sequence, d_model]`, `[tokens, d_model]`, or any other shape that ends in `d_model`.
+#[derive(Module, Debug)]
+pub struct Residual {
+    scheme: Scheme,
+    d_model: usize,
+    branches: usize,
+}
+
+/// The schemes and their parameters.
+#[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)]
+pub enum Scheme {
+    /// Plain residual.
+    Standard(Standard),
+    /// Attention Residuals.
+    AttnRes(AttnRes),
+    /// Dual Attention Residuals.
+    Dar(Dar),
+    /// Dynamic hyper-connections.
+    Hyper(HyperConnections),
+    /// Manifold-constrained hyper-connections.
+    Mhc(Mhc),
+    /// Stream separation.
+    Cascade(Cascade),
+}
+
+/// Everything that the residual pathway carries between two branches.
+///
+/// A value: cheap to clone, and two continuations of one state never disturb each other.
+#[derive(Debug, Clone)]
+pub struct ResidualState<const D: usize> {
+    carry: Carry,
+    next: usize,
+    shape: [usize; D],
+}
+
+/// What a read leaves for its write.
+#[derive(Debug, Clone)]
+#[must_use = "the branch output has to be written: Residual::write(pending, output)"]
+pub struct Pending<const D: usize> {
+    carry: PendingCarry,
+    branch: usize,
+    shape: [usize; D],
+}
+
+#[derive(Debug, Clone)]
+enum Carry {
+    Standard(Tensor<2>),
+    AttnRes(AttnResState),
+    Dar(DarState),
+    Streams(Tensor<3>),
+    Cascade(CascadeState),
+}
+
+#[derive(Debug, Clone)]
+enum PendingCarry {
+    Standard(Tensor<2>),
+    AttnRes(AttnResPending),
+    Dar(DarPending),
+    Streams(HyperPending),
+    Cascade(CascadePending),
+}
+
+impl Residual {
+    /// The scheme, for its parameters.
+    pub fn scheme(&self) -> &Scheme {
+        &self.scheme
+    }
+
+    /// The scheme, to change its parameters.
+    pub fn scheme_mut(&mut self) -> &mut Scheme {
+        &mut self.scheme
+    }
+
+    /// Branches that one pass reads and writes.
+    pub fn branches(&self) -> usize {
+        self.branches
+    }
+
+    /// Begins a pass with the embedding.
+    ///
+    /// # Shapes
+    /// - `embedding`: `[.., d_model]`
+    ///
+    /// # Panics
+    /// If the last axis is not `d_model`.
+    pub fn start<const D: usize>(&self, embedding: Tensor<D>) -> ResidualState<D> {
+        let shape = embedding.dims();
+        let mut expected = shape;
+        expected[D - 1] = self.d_model;
+        require_shape("Residual::start", "embedding", "[.., d_model]", expected, &embedding);
+        let x = flatten(embedding);
+        let carry = match &self.scheme {
+            Scheme::Standard(_) => Carry::Standard(x),
+            Scheme::AttnRes(scheme) => Carry::AttnRes(scheme.start(x)),
+            Scheme::Dar(scheme) => Carry::Dar(scheme.start(x)),
+            Scheme::Hyper(scheme) => Carry::Streams(scheme.start(x)),
+            Scheme::Mhc(scheme) => Carry::Streams(scheme.start(x)),
+            Scheme::Cascade(scheme) => Carry::Cascade(scheme.start(x)),
+        };
+        ResidualState { carry, next: 0, shape }
+    }
+
+    /// The input of the next branch, and what its write will need.
+    ///
+    /// # Shapes
+    /// - output: the shape of the embedding
+    ///
+    /// # Panics
+    /// If all branches have been read, or the state is of another scheme.
+    pub fn read<const D: usize>(&self, state: ResidualState<D>) -> (Tensor<D>, Pending<D>) {
+        let ResidualState { carry, next: branch, shape } = state;
+        if branch >= self.branches {
+            require::<()>(Err(KernelError::value(
+                "Residual::read",
+                "state",
+                format!("one of the {} branches that the layout names", self.branches),
+                format!("past branch {branch}"),
+            )));
+        }
+        let (input, carry) = match (&self.scheme, carry) {
+            (Scheme::Standard(_), Carry::Standard(x)) => (x.clone(), PendingCarry::Standard(x)),
+            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => pend(scheme.read(branch, state), PendingCarry::AttnRes),
+            (Scheme::Dar(scheme), Carry::Dar(state)) => pend(scheme.read(branch, state), PendingCarry::Dar),
+            (Scheme::Hyper(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
+            (Scheme::Mhc(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
+            (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
+            _ => foreign("Residual::read", "state"),
+        };
+        (input.reshape(shape), Pending { carry, branch, shape })
+    }
+
+    /// Writes the output of the branch whose read left `pending`.
+    ///
+    /// # Shapes
+    /// - `output`: the shape of the embedding
+    ///
+    /// # Panics
+    /// If shape, element type or device of `output` differ from the state, or `pending` is of another scheme.
+    pub fn write<const D: usize>(&self, pending: Pending<D>, output: Tensor<D>) -> ResidualState<D> {
+        let Pending { carry, branch, shape } = pending;
+        require_shape("Residual::write", "output", "the shape of the embedding", shape, &output);
+        carry.check(&output);
+        let output = flatten(output);
+        let carry = match (&self.scheme, carry) {
+            (Scheme::Standard(_), PendingCarry::Standard(x)) => Carry::Standard(x + output),
+            (Scheme::AttnRes(scheme), PendingCarry::AttnRes(pending)) => {
+                Carry::AttnRes(scheme.write(branch, pending, output))
+            }
+            (Scheme::Dar(scheme), PendingCarry::Dar(pending)) => Carry::Dar(scheme.write(branch, pending, output)),
+            (Scheme::Hyper(_) | Scheme::Mhc(_), PendingCarry::Streams(pending)) => {
+                Carry::Streams(pending.write(output))
+            }
+            (Scheme::Cascade(scheme), PendingCarry::Cascade(pending)) => {
+                Carry::Cascade(scheme.write(branch, pending, output))
+            }
+            _ => foreign("Residual::write", "pending"),
+        };
+        ResidualState { carry, next: branch + 1, shape }
+    }
+
+    /// Read, `branch`, write.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read) and [`write`](Self::write).
+    pub fn branch<const D: usize>(
+        &self,
+        state: ResidualState<D>,
+        branch: impl FnOnce(Tensor<D>) -> Tensor<D>,
+    ) -> ResidualState<D> {
+        let (input, pending) = self.read(state);
+        self.write(pending, branch(input))
+    }
+
+    /// Ends a pass: the hidden state for the model's final norm.
+    ///
+    /// # Shapes
+    /// - output: the shape of the embedding
+    ///
+    /// # Panics
+    /// If branches are left to read, or the state is of another scheme.
+    pub fn finish<const D: usize>(&self, state: ResidualState<D>) -> Tensor<D> {
+        let ResidualState { carry, next, shape } = state;
+        if next != self.branches {
+            require::<()>(Err(KernelError::value(
+                "Residual::finish",
+                "state",
+                format!("written by all {} branches", self.branches),
+                format!("written by {next}"),
+            )));
+        }
+        let hidden = match (&self.scheme, carry) {
+            (Scheme::Standard(_), Carry::Standard(x)) => x,
+            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => scheme.finish(state),
+            (Scheme::Dar(scheme), Carry::Dar(state)) => scheme.finish(state),
+            (Scheme::Hyper(scheme), Carry::Streams(state)) => scheme.finish(state),
+            (Scheme::Mhc(scheme), Carry::Streams(state)) => scheme.finish(state),
+            (Scheme::Cascade(scheme), Carry::Cascade(state)) => scheme.finish(state),
+            _ => foreign("Residual::finish", "state"),
+        };
+        hidden.reshape(shape)
+    }
+}
+
+impl PendingCarry {
+    /// Panics unless `output` has the element type and the device of what is carried.
+    #[track_caller]
+    fn check<const D: usize>(&self, output: &Tensor<D>) {
+        fn check<const C: usize, const D: usize>(carried: &Tensor<C>, output: &Tensor<D>) {
+            require_dtype("Residual::write", "output", carried, output);
+            require_device("Residual::write", "output", carried, output);
+        }
+        match self {
+            Self::Standard(x) => check(x, output),
+            Self::AttnRes(pending) => check(&pending.carried(), output),
+            Self::Dar(pending) => check(&pending.carried(), output),
+            Self::Streams(pending) => check(pending.carried(), output),
+            Self::Cascade(pending) => check(pending.carried(), output),
+        }
+    }
+}
+
+fn pend<P>((input, pending): (Tensor<2>, P), carry: impl FnOnce(P) -> PendingCarry) -> (Tensor<2>, PendingCarry) {
+    (input, carry(pending))
+}
+
+/// `[.., d_model]` as `[tokens, d_model]`.
+fn flatten<const D: usize>(x: Tensor<D>) -> Tensor<2> {
+    let shape = x.dims();
+    let tokens = shape[..D - 1].iter().product::<usize>();
+    x.reshape([tokens, shape[D - 1]])
+}
+
+#[track_caller]
+fn foreign(operation: &'static str, argument: &'static str) -> ! {
+    let error = KernelError::value(operation, argument, "one that this residual made", "of another scheme");
+    panic!("{error}")
+}

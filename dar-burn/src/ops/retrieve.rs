@@ -1,0 +1,200 @@
+//! Depth-wise retrieval: completed-history prefix (A.2–A.5), exact merge with the partial state (A.6–A.10), and the
+//! reads over all candidates that need no gates (AttnRes read, output read).
+//!
+//! ```text
+//! a_r = inv_rms_r * <q, C_r^key>                                   (A.1)
+//! m = max_r a_r;  Z = sum_r exp(a_r - m)                           (A.2, A.3)
+//! lse = m + ln Z;  retrieved = sum_r exp(a_r - m) C_r^value / Z    (A.4, A.5)
+//! lambda = sigmoid(lse - a_partial)                                (A.9)
+//! merged = lambda * retrieved + (1 - lambda) * P^value             (A.10)
+//! ```
+
+use burn::tensor::{Tensor, activation::sigmoid};
+use dar_kernels::{Dims, Routing};
+
+use super::history::{Entry, History, check_routing, pick_streams};
+use super::numeric::{accumulate, accumulator, require_device, require_dtype, require_shape};
+
+/// What a query of a block finds in the completed history.
+#[derive(Debug, Clone)]
+pub struct Retrieved {
+    /// Natural-log partition `zeta` of the logits, in the accumulator type (A.5). `[tokens, streams]`
+    pub lse: Tensor<2>,
+    /// The retrieved state, in the storage type (A.5). `[tokens, streams, d_model]`
+    pub state: Tensor<3>,
+}
+
+/// Completed-history prefix: all `queries` of a block over all entries (A.2–A.5).
+///
+/// # Shapes
+/// - `queries`: `[branches, streams, d_model]`
+/// - output: one [`Retrieved`] a query
+///
+/// # Panics
+/// If `queries` does not fit the history, or `routing` does not fit its number of streams.
+pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Retrieved> {
+    let Dims { tokens, streams, d_model } = history.dims();
+    let branches = queries.dims()[0];
+    check_routing("prefix", routing, streams);
+    require_shape("prefix", "queries", "[branches, streams, d_model]", [branches, streams, d_model], &queries);
+    require_device("prefix", "queries", &history.entries()[0].key, &queries);
+
+    let logits = history.entries().iter().map(|entry| logits(entry, queries.clone(), routing)).collect();
+    let logits = Tensor::stack::<4>(logits, 0); // [entries, branches, tokens, streams]
+    let max = logits.clone().detach().max_dim(0); // (A.2)
+    let shifted = (logits - max.clone()).exp();
+    let partition = shifted.clone().sum_dim(0); // (A.3)
+    let lse = max + partition.clone().log(); // [1, branches, tokens, streams]
+    let weights = shifted / partition; // [entries, branches, tokens, streams]
+
+    (0..branches)
+        .map(|branch| {
+            let of_branch = |x: &Tensor<4>, entry| {
+                x.clone().slice([entry..entry + 1, branch..branch + 1]).reshape([tokens, streams])
+            };
+            let terms = history.entries().iter().enumerate();
+            let state = terms
+                .map(|(r, entry)| weigh_value(of_branch(&weights, r), entry.value.clone(), routing))
+                .reduce(|sum, term| sum + term)
+                .expect("a history holds at least the embedding"); // (A.4)
+            let dtype = history.entries()[0].key.dtype();
+            Retrieved { lse: of_branch(&lse, 0), state: uncross(state, routing).cast(dtype) }
+        })
+        .collect()
+}
+
+/// Exact online-softmax merge of the history with the partial state (A.6–A.10).
+///
+/// # Shapes
+/// - `retrieved`: lse `[tokens, streams]`, state `[tokens, streams, d_model]`
+/// - `partial`: `[tokens, streams, d_model]`
+/// - `query`: `[streams, d_model]`
+/// - output: `[tokens, streams, d_model]`, in the storage type
+///
+/// # Panics
+/// If an operand does not fit `partial`, or `routing` does not fit the number of streams.
+pub fn merge(retrieved: Retrieved, partial: Tensor<3>, query: Tensor<2>, routing: Routing, eps: f64) -> Tensor<3> {
+    check_merge("merge", &retrieved, &partial, &query, routing);
+    let dtype = partial.dtype();
+    merge_accumulated(retrieved, partial, query, routing, eps).cast(dtype)
+}
+
+/// The body of [`merge`] on checked operands; the result stays in the accumulator type.
+pub(crate) fn merge_accumulated(
+    retrieved: Retrieved,
+    partial: Tensor<3>,
+    query: Tensor<2>,
+    routing: Routing,
+    eps: f64,
+) -> Tensor<3> {
+    let entry = Entry::new(partial, eps);
+    let logit = logits(&entry, query.unsqueeze_dim(0), routing).squeeze_dim::<2>(0); // (A.8)
+    let gap = (retrieved.lse - logit).unsqueeze_dim::<3>(2);
+    let value = pick_streams(accumulate(entry.value), |j| routing.value_stream(j)); // (A.7)
+    // 1 - sigmoid(x) = sigmoid(-x), without the cancellation. (A.9, A.10)
+    sigmoid(gap.clone()) * accumulate(retrieved.state) + sigmoid(gap.neg()) * value
+}
+
+#[track_caller]
+pub(crate) fn check_merge(
+    operation: &'static str,
+    retrieved: &Retrieved,
+    partial: &Tensor<3>,
+    query: &Tensor<2>,
+    routing: Routing,
+) {
+    let dims = Dims::of_state(partial.dims());
+    check_routing(operation, routing, dims.streams);
+    require_shape(operation, "retrieved.lse", "[tokens, streams]", [dims.tokens, dims.streams], &retrieved.lse);
+    require_shape(operation, "retrieved.state", "[tokens, streams, d_model]", dims.state(), &retrieved.state);
+    require_shape(operation, "query", "[streams, d_model]", [dims.streams, dims.d_model], query);
+    require_dtype(operation, "retrieved.state", partial, &retrieved.state);
+    require_device(operation, "retrieved.state", partial, &retrieved.state);
+    require_device(operation, "query", partial, query);
+}
+
+/// AttnRes read (2–5): retrieval of one stream over the history and, in block form, the open block's sum.
+///
+/// # Shapes
+/// - `history`: entries `[tokens, 1, d_model]`
+/// - `partial`: `[tokens, 1, d_model]`
+/// - `query`: `[d_model]`
+/// - output: `[tokens, d_model]`
+///
+/// # Panics
+/// If an operand does not fit the history.
+pub fn attnres_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<1>) -> Tensor<2> {
+    retrieve(history, partial, query.unsqueeze_dim(0), Routing::SelfKeyValue).squeeze_dim(1)
+}
+
+/// Output read: the retrieval of the output queries over the completed history and the partial state of a block that is
+/// still open, summed over the streams.
+///
+/// # Shapes
+/// - `partial`: `[tokens, streams, d_model]`
+/// - `query`: `[streams, d_model]`
+/// - output: `[tokens, d_model]`
+///
+/// # Panics
+/// If an operand does not fit the history.
+pub fn output_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<2>, routing: Routing) -> Tensor<2> {
+    let read = retrieve(history, partial, query, routing);
+    let dtype = read.dtype();
+    accumulate(read).sum_dim(1).squeeze_dim::<2>(1).cast(dtype)
+}
+
+/// Prefix and merge over all candidates (11, 12). `[tokens, streams, d_model]`
+fn retrieve(history: &History, partial: Option<Tensor<3>>, query: Tensor<2>, routing: Routing) -> Tensor<3> {
+    let mut found = prefix(history, query.clone().unsqueeze_dim(0), routing);
+    let retrieved = found.remove(0);
+    match partial {
+        None => retrieved.state,
+        Some(partial) => {
+            history.check("output_read", "partial", &partial);
+            merge(retrieved, partial, query, routing, history.eps())
+        }
+    }
+}
+
+/// Logits of one candidate (A.1), in the accumulator type. `queries`: `[branches, streams, d_model]`;
+/// output: `[branches, tokens, streams]`.
+fn logits(entry: &Entry, queries: Tensor<3>, routing: Routing) -> Tensor<3> {
+    let dtype = accumulator(entry.key.dtype());
+    let queries = queries.cast(dtype).permute([1, 2, 0]); // [streams, d_model, branches]
+    let keys = entry.key.clone().cast(dtype).swap_dims(0, 1); // [streams, tokens, d_model]
+    let inv_rms = entry.inv_rms.clone().swap_dims(0, 1).unsqueeze_dim::<3>(2); // [streams, tokens, 1]
+    // Crossing the streams of the small operands leaves the states where they are.
+    let dot = match routing {
+        Routing::SelfKeyValue | Routing::CrossValue => keys.matmul(queries) * inv_rms,
+        Routing::CrossKey => (keys.matmul(queries.flip([0])) * inv_rms).flip([0]),
+        Routing::FixedKeyValue => {
+            let [streams, tokens, d_model] = keys.dims();
+            let keys = keys.narrow(0, 0, 1).expand([streams, tokens, d_model]);
+            keys.matmul(queries) * inv_rms.narrow(0, 0, 1)
+        }
+    };
+    dot.permute([2, 1, 0])
+}
+
+/// `weight^j * value^(value_stream(j))`, left on the value's own stream where the routing crosses values:
+/// [`prefix`] crosses the finished sum once.
+fn weigh_value(weight: Tensor<2>, value: Tensor<3>, routing: Routing) -> Tensor<3> {
+    let weight = weight.unsqueeze_dim::<3>(2);
+    let weight = match routing {
+        Routing::CrossValue => weight.flip([1]),
+        _ => weight,
+    };
+    let value = match routing {
+        Routing::FixedKeyValue => value.narrow(1, 1, 1),
+        _ => value,
+    };
+    accumulate(value) * weight
+}
+
+/// Puts a sum of [`weigh_value`] terms on its output streams.
+fn uncross(sum: Tensor<3>, routing: Routing) -> Tensor<3> {
+    match routing {
+        Routing::CrossValue => sum.flip([1]),
+        _ => sum,
+    }
+}

@@ -1,0 +1,6 @@
+//! The tests of dar-kernels and dar-burn in one binary; folders carry the names of `src`.
+
+mod conformance;
+mod nn;
+mod ops;
+mod support;

@@ -1,0 +1,7 @@
+mod layout;
+mod params;
+mod residual;
+mod start;
+mod store;
+mod toy;
+mod training;

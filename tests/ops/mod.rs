@@ -1,0 +1,5 @@
+mod hyper;
+mod operations;
+mod properties;
+mod refusals;
+mod retrieve;
