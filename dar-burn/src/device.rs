@@ -248,8 +248,8 @@ mod cube {
     pub(super) fn has_hardware(choice: DeviceChoice) -> bool {
         let real = || match api_of(choice) {
             None => find(choice).is_ok(),
-            // A GPU that only OpenGL reaches is not worth the search: what it can bind is less than kernels want.
-            Some(WgpuBackend::Auto) => GRAPHICS_APIS.into_iter().any(|(api, _)| api != WgpuBackend::Gl && has_gpu(api)),
+            // Asks the machine once, as drivers may write to the screen each time.
+            Some(WgpuBackend::Auto) => cubecl::Device::enumerate_all().iter().any(is_gpu_of_wgpu),
             Some(api) => has_gpu(api),
         };
         quietly(real).unwrap_or(false)
@@ -276,6 +276,10 @@ mod cube {
 
     fn reach(kind: WgpuDeviceKind, api: WgpuBackend) -> Result<cubecl::Device, DeviceUnavailable> {
         cubecl::Device::Wgpu(WgpuDevice::new(kind)).on(api)
+    }
+
+    fn is_gpu_of_wgpu(device: &cubecl::Device) -> bool {
+        matches!(device, cubecl::Device::Wgpu(device) if device.kind != WgpuDeviceKind::Cpu)
     }
 
     fn has_gpu(api: WgpuBackend) -> bool {

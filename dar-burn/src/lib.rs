@@ -47,3 +47,8 @@ pub mod upcycle;
 
 pub use dar_kernels::{KernelError, Routing};
 pub use nn::{BranchLayout, Pending, Residual, ResidualConfig, ResidualConfigError, ResidualState};
+
+/// Runs the README's code.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

@@ -13,6 +13,8 @@ pub struct Curve<'a> {
     pub rows: &'a [Row],
 }
 
+/// The first of so many parts is not drawn: its fall from the initial loss would flatten everything after it.
+const LEFT_OUT: usize = 10;
 /// Weight of the past in the smoothed training loss.
 const SMOOTHING: f64 = 0.9;
 
@@ -38,10 +40,12 @@ pub fn draw(path: &Path, title: &str, curves: &[Curve]) -> Result<(), Failure> {
 }
 
 fn try_draw(path: &Path, title: &str, curves: &[Curve]) -> Result<(), Box<dyn std::error::Error>> {
-    let smoothed: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| smooth(curve.rows)).collect();
-    let held_out: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| held_out(curve.rows)).collect();
+    let last = curves.iter().filter_map(|curve| curve.rows.last()).map(|row| row.step).max().unwrap_or(1);
+    let first = last / LEFT_OUT;
+    let shown = |curve: &Curve| curve.rows.iter().filter(|row| row.step >= first).cloned().collect::<Vec<_>>();
+    let smoothed: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| smooth(&shown(curve))).collect();
+    let held_out: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| held_out(&shown(curve))).collect();
     let points = || smoothed.iter().chain(&held_out).flatten();
-    let last = points().map(|point| point.0).fold(1.0, f64::max);
     let (low, high) = points().fold((f64::MAX, f64::MIN), |(low, high), point| (low.min(point.1), high.max(point.1)));
     if low > high {
         return Ok(());
@@ -55,7 +59,7 @@ fn try_draw(path: &Path, title: &str, curves: &[Curve]) -> Result<(), Box<dyn st
         .margin(16)
         .x_label_area_size(44)
         .y_label_area_size(60)
-        .build_cartesian_2d(0.0..last, low - margin..high + margin)?;
+        .build_cartesian_2d(first as f64..last as f64, low - margin..high + margin)?;
     chart
         .configure_mesh()
         .x_desc("step")

@@ -59,8 +59,8 @@ impl Text {
             tokens: tokens.len(),
             hash: format!("{:016x}", hash(tokens.iter().flat_map(|token| token.to_le_bytes()))),
         };
-        let description =
-            format!("{source}: {} documents, {:.2} million tokens", documents.len(), tokens.len() as f64 / 1e6);
+        let plural = if documents.len() == 1 { "" } else { "s" };
+        let description = format!("{source}: {} document{plural}, {} tokens", documents.len(), tokens.len());
         let held_out = tokens.split_off(tokens.len() - tokens.len() / 20);
         let text = Self { train: tokens, held_out, description, fingerprint };
         if text.held_out.len() <= sequence {

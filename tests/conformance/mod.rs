@@ -52,7 +52,14 @@ fn golden_cases_pass(choice: DeviceChoice, dtype: DType) {
     let reference = open(DeviceChoice::Flex).ok().map(|flex| flex.device);
     let tester = Tester::new(opened.device.clone(), dtype, reference);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let files = case_files(&folder).unwrap();
+    let mut files = case_files(&folder).unwrap();
+    if opened.software {
+        // Shaders compile slowly in software: one size of every operation and scheme. The example runs them all.
+        files.retain(|file| {
+            let name = file.to_string_lossy();
+            ["r3s4n7d24", "l4k1n3d10", "extreme"].iter().any(|size| name.contains(size))
+        });
+    }
     let failures: Vec<String> = files
         .iter()
         .filter_map(|file| {

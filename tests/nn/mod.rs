@@ -3,5 +3,5 @@ mod params;
 mod residual;
 mod start;
 mod store;
-mod toy;
+pub mod toy;
 mod training;

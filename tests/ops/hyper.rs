@@ -39,18 +39,18 @@ fn sinkhorn_is_doubly_stochastic() {
     }
 }
 
-/// Logits far apart leave a permutation, not NaN.
+/// Logits far apart leave a permutation, a row of low logits is as good as any other: neither is NaN.
 #[test]
 fn sinkhorn_of_extreme_logits_is_finite() {
     for opened in devices() {
         let device = opened.device.clone().autodiff();
-        let logits = TensorData::new(vec![1e4, -1e4, -1e4, 1e4], [1, 2, 2]);
+        let logits = TensorData::new(vec![1e4, -1e4, -1e4, 1e4, 1e4, 1e4, -1e4, -1e4], [2, 2, 2]);
         let logits = Tensor::<3>::from_data(logits, (&device, DType::F32)).require_grad();
         for order in [SinkhornOrder::ColumnsThenRows, SinkhornOrder::SoftmaxFirst] {
             let mixer = sinkhorn(logits.clone(), 20, order);
             let gradients = mixer.clone().sum().backward();
             let mixer = mixer.try_into_vec_as::<f64>().unwrap();
-            let close = mixer.iter().zip([1.0, 0.0, 0.0, 1.0]).all(|(got, truth)| (got - truth).abs() <= 1e-4);
+            let close = mixer.iter().zip([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5]).all(|(got, truth)| (got - truth).abs() <= 1e-4);
             assert!(close, "{order:?} on {}: {mixer:?}", opened.name);
             let gradient = logits.grad(&gradients).unwrap().try_into_vec_as::<f64>().unwrap();
             assert!(gradient.iter().all(|value| value.is_finite()), "{order:?} on {}: {gradient:?}", opened.name);

@@ -27,10 +27,9 @@ pub struct AttnResConfig {
 }
 
 /// Value projections of the sources (equation 21). They start as the identity.
-#[derive(Config, Debug, Copy, PartialEq, Eq, Default)]
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
 pub enum SeparateValues {
     /// Values are the sources themselves.
-    #[default]
     None,
     /// A map per source, the embedding included.
     PerSource,
@@ -235,7 +234,7 @@ impl AttnRes {
     fn query(&self, site: usize) -> Tensor<1> {
         match &self.queries[site] {
             Some(query) => query.val(),
-            None => Tensor::zeros(self.output_query.shape(), &self.output_query.device()),
+            None => self.output_query.val().zeros_like(),
         }
     }
 

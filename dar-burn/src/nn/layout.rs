@@ -51,10 +51,9 @@ pub(super) fn refuse_unless(
 }
 
 /// Which branches share the parameters of one residual site.
-#[derive(Config, Debug, Copy, PartialEq, Eq, Default)]
+#[derive(Config, Debug, Copy, PartialEq, Eq)]
 pub enum Tying {
     /// Every branch has a site of its own, as the equations are written.
-    #[default]
     PerBranch,
     /// One attention site and one feed-forward site a block, shared by its layers, as the papers' parameter tables count.
     PerBlock,

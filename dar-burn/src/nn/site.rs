@@ -63,7 +63,10 @@ impl DarSite {
     pub(super) fn query(&self, d_model: usize) -> Tensor<2> {
         match &self.query {
             Some(query) => query.val(),
-            None => Tensor::zeros([2, d_model], &self.alpha.weight.device()),
+            None => {
+                let weight = self.alpha.weight.val();
+                Tensor::zeros([2, d_model], (&weight.device(), weight.dtype()))
+            }
         }
     }
 }
