@@ -42,7 +42,7 @@ struct Cli {
     tokens: usize,
 
     /// How bold: 0 always takes the likeliest token
-    #[arg(long, value_name = "T", default_value_t = 0.7, value_parser = temperature)]
+    #[arg(long, value_name = "T", default_value_t = 0.7, value_parser = temperature, allow_negative_numbers = true)]
     temperature: f64,
 
     /// Choose among the K likeliest tokens only [default: all]

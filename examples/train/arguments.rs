@@ -35,7 +35,7 @@ pub struct Cli {
     #[arg(long, value_name = "K", value_parser = positive)]
     block: Option<usize>,
 
-    /// Optimiser steps; warm-up and decay of the learning rate scale with them [default: 200]
+    /// Optimiser steps; warm-up and decay of the learning rate scale with them [default: 240]
     #[arg(long, value_name = "N", value_parser = positive)]
     steps: Option<usize>,
 
@@ -68,8 +68,8 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     sequence: Option<usize>,
 
-    /// Peak of the learning rate [default: 0.004; 0.001 for small; 0.0003 for the larger]
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    /// Peak of the learning rate [default: 0.003; 0.001 for small; 0.0003 for the larger]
+    #[arg(long, value_name = "RATE", value_parser = rate, allow_negative_numbers = true)]
     lr: Option<f64>,
 
     /// Steps between two evaluations on held-out text, each with a checkpoint [default: 40]
@@ -197,14 +197,14 @@ impl Arguments {
 
     fn defaults(size: Size) -> Self {
         let (sequence, lr) = match size {
-            Size::Tiny | Size::TinyMoe => (128, 4e-3),
+            Size::Tiny | Size::TinyMoe => (128, 3e-3),
             Size::Small => (512, 1e-3),
             Size::Preset(_) => (1024, 3e-4),
         };
         Self {
             scheme: ["standard", "attnres_block", "dar_block"].map(Into::into).to_vec(),
             block: if let Size::Preset(preset) = size { preset.layers_per_block() } else { 2 },
-            steps: 200,
+            steps: 240,
             size: size.name().into(),
             text: None,
             tokenizer: None,

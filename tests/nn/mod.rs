@@ -1,3 +1,4 @@
+mod devices;
 mod layout;
 mod params;
 mod residual;

@@ -80,7 +80,7 @@ impl ModuleVisitor for ParamGradients<'_> {
     }
 }
 
-fn param_gradients(residual: &Residual, gradients: &Gradients) -> Vec<Option<(DType, Vec<f64>)>> {
+pub(super) fn param_gradients(residual: &Residual, gradients: &Gradients) -> Vec<Option<(DType, Vec<f64>)>> {
     let mut visitor = ParamGradients { gradients, found: Vec::new() };
     residual.visit(&mut visitor);
     visitor.found

@@ -50,7 +50,10 @@ fn sinkhorn_of_extreme_logits_is_finite() {
             let mixer = sinkhorn(logits.clone(), 20, order);
             let gradients = mixer.clone().sum().backward();
             let mixer = mixer.try_into_vec_as::<f64>().unwrap();
-            let close = mixer.iter().zip([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5]).all(|(got, truth)| (got - truth).abs() <= 1e-4);
+            let close = mixer
+                .iter()
+                .zip([1.0, 0.0, 0.0, 1.0, 0.5, 0.5, 0.5, 0.5])
+                .all(|(got, truth)| (got - truth).abs() <= 1e-4);
             assert!(close, "{order:?} on {}: {mixer:?}", opened.name);
             let gradient = logits.grad(&gradients).unwrap().try_into_vec_as::<f64>().unwrap();
             assert!(gradient.iter().all(|value| value.is_finite()), "{order:?} on {}: {gradient:?}", opened.name);

@@ -366,7 +366,9 @@ fn one_tensor_may_be_two_operands() {
             let outputs = operation.run(&leaves);
             let weights = weights(outputs[0].shape().num_elements(), 0);
             let weights = Tensor::<3>::from_data(TensorData::new(weights, outputs[0].dims()), &device);
-            assert_eq!(bits(&to_vec(outputs[0].clone())), bits(&apart.outputs[0]), "{}", operation.name);
+            // Fused kernels may round the two cases differently.
+            let error = relative_error(&to_vec(outputs[0].clone()), &apart.outputs[0], 1e-3);
+            assert!(error <= 1e-6, "{} on {}: {error:.1e}", operation.name, opened.name);
             if outputs.len() == 1 {
                 let gradients = (outputs[0].clone() * weights).sum().backward();
                 let both = to_vec(leaves[first].grad(&gradients).unwrap());

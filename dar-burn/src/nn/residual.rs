@@ -1,6 +1,6 @@
 use burn::config::Config;
 use burn::module::Module;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 use dar_kernels::{KernelError, Routing};
 
 use super::attn_res::{AttnRes, AttnResConfig, AttnResPending, AttnResState};
@@ -277,7 +277,7 @@ impl Residual {
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
             _ => foreign("Residual::read", "state"),
         };
-        (input.reshape(shape), Pending { carry, branch, shape })
+        (unflatten(input, shape), Pending { carry, branch, shape })
     }
 
     /// Writes the output of the branch whose read left `pending`.
@@ -348,7 +348,7 @@ impl Residual {
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => scheme.finish(state),
             _ => foreign("Residual::finish", "state"),
         };
-        hidden.reshape(shape)
+        unflatten(hidden, shape)
     }
 }
 
@@ -376,9 +376,17 @@ fn pend<P>((input, pending): (Tensor<2>, P), carry: impl FnOnce(P) -> PendingCar
 
 /// `[.., d_model]` as `[tokens, d_model]`.
 fn flatten<const D: usize>(x: Tensor<D>) -> Tensor<2> {
-    let shape = x.dims();
-    let tokens = shape[..D - 1].iter().product::<usize>();
-    x.reshape([tokens, shape[D - 1]])
+    if D == 1 { x.unsqueeze() } else { x.flatten(0, D - 2) }
+}
+
+/// `[tokens, d_model]` as `shape`.
+fn unflatten<const D: usize>(x: Tensor<2>, shape: [usize; D]) -> Tensor<D> {
+    if shape.contains(&0) {
+        // Burn's reshape reads a 0 as "the size that was at this position".
+        x.sum().reshape([1; D]).expand(Shape::new(shape))
+    } else {
+        x.reshape(shape)
+    }
 }
 
 #[track_caller]

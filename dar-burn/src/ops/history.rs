@@ -10,7 +10,7 @@
 use burn::tensor::Tensor;
 use dar_kernels::{Dims, KernelError, Routing};
 
-use super::numeric::{inverse_rms, require, require_device, require_dtype, require_shape};
+use super::numeric::{exchange, inverse_rms, require, require_device, require_dtype, require_shape, stack_first};
 
 /// One packed entry: a completed state, or the embedding.
 #[derive(Debug, Clone)]
@@ -157,7 +157,7 @@ pub fn pack(history: &History, routing: Routing) -> (Tensor<4>, Tensor<4>) {
         (pick_streams(key, |j| routing.key_stream(j)), pick_streams(entry.value.clone(), |j| routing.value_stream(j)))
     };
     let (keys, values) = history.entries().iter().map(pack_entry).unzip();
-    (Tensor::stack(keys, 0), Tensor::stack(values, 0))
+    (stack_first(keys), stack_first(values))
 }
 
 /// `out[:, j] = x[:, source(j)]` for one or two streams. `[tokens, streams, d_model]`
@@ -167,7 +167,7 @@ pub(crate) fn pick_streams(x: Tensor<3>, source: impl Fn(usize) -> usize) -> Ten
     if sources.iter().enumerate().all(|(j, &from)| j == from) {
         x
     } else if sources == [1, 0] {
-        x.flip([1])
+        exchange(x, 1)
     } else {
         let parts = sources.into_iter().map(|from| x.clone().narrow(1, from, 1)).collect();
         Tensor::cat(parts, 1)

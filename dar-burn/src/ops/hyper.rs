@@ -12,7 +12,7 @@
 
 use burn::tensor::{
     Tensor,
-    activation::{sigmoid, softmax},
+    activation::{log_softmax, sigmoid, softmax},
 };
 use dar_kernels::{Dims, KernelError};
 use serde::{Deserialize, Serialize};
@@ -54,9 +54,10 @@ pub fn sinkhorn(logits: Tensor<3>, iterations: usize, order: SinkhornOrder) -> T
     };
     match order {
         SinkhornOrder::ColumnsThenRows => {
-            let max = logits.clone().detach().max_dim(1).max_dim(2);
-            let start = (logits - max).exp();
-            (0..iterations).fold(start, |m, _| divide(divide(m, 1, 0.0), 2, 0.0))
+            // The first iteration on logits: a row far below the others would underflow to zeros and divide by zero. From
+            // here on every column sums to at least 1 / n².
+            let start = softmax(log_softmax(logits, 1), 2);
+            (1..iterations).fold(start, |m, _| divide(divide(m, 1, 0.0), 2, 0.0))
         }
         SinkhornOrder::SoftmaxFirst => {
             let start = divide(softmax(logits, 2) + SOFTMAX_FIRST_EPS, 1, SOFTMAX_FIRST_EPS);

@@ -29,6 +29,17 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, eps: f64) -> Tensor<D> {
     x * inverse
 }
 
+/// Stacks on a new first axis, also without tokens, where [`Tensor::stack`] cannot: Burn's reshape reads a 0 as "the size
+/// that was at this position", so an axis may be added behind an empty one only, and has to be moved.
+pub(crate) fn stack_first<const D: usize, const E: usize>(parts: Vec<Tensor<D>>) -> Tensor<E> {
+    Tensor::cat(parts.into_iter().map(|part| part.unsqueeze_dim::<E>(D).movedim(D, 0)).collect(), 0)
+}
+
+/// `x` with the two streams on `axis` exchanged. Flex panics on what its flip makes of a tensor without elements.
+pub(crate) fn exchange<const D: usize>(x: Tensor<D>, axis: usize) -> Tensor<D> {
+    if x.shape().num_elements() == 0 { x } else { x.flip([axis]) }
+}
+
 /// Panics with the message of a refused operand.
 #[track_caller]
 pub(crate) fn require<T>(result: Result<T, KernelError>) -> T {

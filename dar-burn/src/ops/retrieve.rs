@@ -9,11 +9,11 @@
 //! merged = lambda * retrieved + (1 - lambda) * P^value             (A.10)
 //! ```
 
-use burn::tensor::{Tensor, activation::sigmoid};
+use burn::tensor::{DType, Tensor, activation::sigmoid};
 use dar_kernels::{Dims, Routing};
 
 use super::history::{Entry, History, check_routing, pick_streams};
-use super::numeric::{accumulate, accumulator, require_device, require_dtype, require_shape};
+use super::numeric::{accumulate, accumulator, exchange, require_device, require_dtype, require_shape, stack_first};
 
 /// What a query of a block finds in the completed history.
 #[derive(Debug, Clone)]
@@ -39,18 +39,23 @@ pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Re
     require_shape("prefix", "queries", "[branches, streams, d_model]", [branches, streams, d_model], &queries);
     require_device("prefix", "queries", &history.entries()[0].key, &queries);
 
-    let logits = history.entries().iter().map(|entry| logits(entry, queries.clone(), routing)).collect();
-    let logits = Tensor::stack::<4>(logits, 0); // [entries, branches, tokens, streams]
+    let queries = rows(queries, history.entries()[0].key.dtype());
+    // One flat axis beside the entries: Burn 0.22.1 cannot fuse a reduction over the first axis whose last axis has length
+    // 1 (its kernel does not compile).
+    let logits = history.entries().iter().map(|entry| logits(entry, queries.clone(), routing).flatten::<1>(0, 2));
+    let logits = stack_first::<1, 2>(logits.collect()); // [entries, branches * streams * tokens]
     let max = logits.clone().detach().max_dim(0); // (A.2)
     let shifted = (logits - max.clone()).exp();
     let partition = shifted.clone().sum_dim(0); // (A.3)
-    let lse = max + partition.clone().log(); // [1, branches, tokens, streams]
-    let weights = shifted / partition; // [entries, branches, tokens, streams]
+    let lse = max + partition.clone().log(); // [1, branches * streams * tokens]
+    let weights = shifted / partition; // [entries, branches * streams * tokens]
 
     (0..branches)
         .map(|branch| {
-            let of_branch = |x: &Tensor<4>, entry| {
-                x.clone().slice([entry..entry + 1, branch..branch + 1]).reshape([tokens, streams])
+            let of_branch = |x: &Tensor<2>, entry| {
+                let length = streams * tokens;
+                let row = x.clone().slice([entry..entry + 1, branch * length..(branch + 1) * length]);
+                row.reshape([streams, tokens]).transpose()
             };
             let terms = history.entries().iter().enumerate();
             let state = terms
@@ -88,7 +93,8 @@ pub(crate) fn merge_accumulated(
     eps: f64,
 ) -> Tensor<3> {
     let entry = Entry::new(partial, eps);
-    let logit = logits(&entry, query.unsqueeze_dim(0), routing).squeeze_dim::<2>(0); // (A.8)
+    let query = rows(query.unsqueeze_dim(0), entry.key.dtype());
+    let logit = logits(&entry, query, routing).squeeze_dim::<2>(0).transpose(); // (A.8)
     let gap = (retrieved.lse - logit).unsqueeze_dim::<3>(2);
     let value = pick_streams(accumulate(entry.value), |j| routing.value_stream(j)); // (A.7)
     // 1 - sigmoid(x) = sigmoid(-x), without the cancellation. (A.9, A.10)
@@ -124,7 +130,7 @@ pub(crate) fn check_merge(
 /// # Panics
 /// If an operand does not fit the history.
 pub fn attnres_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<1>) -> Tensor<2> {
-    retrieve(history, partial, query.unsqueeze_dim(0), Routing::SelfKeyValue).squeeze_dim(1)
+    retrieve("attnres_read", history, partial, query.unsqueeze_dim(0), Routing::SelfKeyValue).squeeze_dim(1)
 }
 
 /// Output read: the retrieval of the output queries over the completed history and the partial state of a block that is
@@ -138,42 +144,54 @@ pub fn attnres_read(history: &History, partial: Option<Tensor<3>>, query: Tensor
 /// # Panics
 /// If an operand does not fit the history.
 pub fn output_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<2>, routing: Routing) -> Tensor<2> {
-    let read = retrieve(history, partial, query, routing);
+    let read = retrieve("output_read", history, partial, query, routing);
     let dtype = read.dtype();
     accumulate(read).sum_dim(1).squeeze_dim::<2>(1).cast(dtype)
 }
 
 /// Prefix and merge over all candidates (11, 12). `[tokens, streams, d_model]`
-fn retrieve(history: &History, partial: Option<Tensor<3>>, query: Tensor<2>, routing: Routing) -> Tensor<3> {
+#[track_caller]
+fn retrieve(
+    operation: &'static str,
+    history: &History,
+    partial: Option<Tensor<3>>,
+    query: Tensor<2>,
+    routing: Routing,
+) -> Tensor<3> {
     let mut found = prefix(history, query.clone().unsqueeze_dim(0), routing);
     let retrieved = found.remove(0);
     match partial {
         None => retrieved.state,
         Some(partial) => {
-            history.check("output_read", "partial", &partial);
+            history.check(operation, "partial", &partial);
             merge(retrieved, partial, query, routing, history.eps())
         }
     }
 }
 
-/// Logits of one candidate (A.1), in the accumulator type. `queries`: `[branches, streams, d_model]`;
-/// output: `[branches, tokens, streams]`.
+/// Queries as rows, in the accumulator type of `storage`. `[streams, branches, d_model]`
+fn rows(queries: Tensor<3>, storage: DType) -> Tensor<3> {
+    queries.cast(accumulator(storage)).swap_dims(0, 1)
+}
+
+/// Logits of one candidate (A.1), in the accumulator type. `queries`: [`rows`]; output: `[branches, streams, tokens]`.
 fn logits(entry: &Entry, queries: Tensor<3>, routing: Routing) -> Tensor<3> {
     let dtype = accumulator(entry.key.dtype());
-    let queries = queries.cast(dtype).permute([1, 2, 0]); // [streams, d_model, branches]
-    let keys = entry.key.clone().cast(dtype).swap_dims(0, 1); // [streams, tokens, d_model]
-    let inv_rms = entry.inv_rms.clone().swap_dims(0, 1).unsqueeze_dim::<3>(2); // [streams, tokens, 1]
+    // Queries on the left: their gradients then end in d_model. As columns they may end in an axis of length 1, whose
+    // sums over the entries Burn 0.22.1 fuses into a wrong result on wgpu.
+    let keys = entry.key.clone().cast(dtype).permute([1, 2, 0]); // [streams, d_model, tokens]
+    let inv_rms = entry.inv_rms.clone().transpose().unsqueeze_dim::<3>(1); // [streams, 1, tokens]
     // Crossing the streams of the small operands leaves the states where they are.
     let dot = match routing {
-        Routing::SelfKeyValue | Routing::CrossValue => keys.matmul(queries) * inv_rms,
-        Routing::CrossKey => (keys.matmul(queries.flip([0])) * inv_rms).flip([0]),
+        Routing::SelfKeyValue | Routing::CrossValue => queries.matmul(keys) * inv_rms,
+        Routing::CrossKey => exchange(queries.flip([0]).matmul(keys) * inv_rms, 0),
         Routing::FixedKeyValue => {
-            let [streams, tokens, d_model] = keys.dims();
-            let keys = keys.narrow(0, 0, 1).expand([streams, tokens, d_model]);
-            keys.matmul(queries) * inv_rms.narrow(0, 0, 1)
+            let shape = keys.shape(); // an array may not hold a 0 here
+            let keys = keys.narrow(0, 0, 1).expand(shape);
+            queries.matmul(keys) * inv_rms.narrow(0, 0, 1)
         }
     };
-    dot.permute([2, 1, 0])
+    dot.swap_dims(0, 1)
 }
 
 /// `weight^j * value^(value_stream(j))`, left on the value's own stream where the routing crosses values:
@@ -181,7 +199,7 @@ fn logits(entry: &Entry, queries: Tensor<3>, routing: Routing) -> Tensor<3> {
 fn weigh_value(weight: Tensor<2>, value: Tensor<3>, routing: Routing) -> Tensor<3> {
     let weight = weight.unsqueeze_dim::<3>(2);
     let weight = match routing {
-        Routing::CrossValue => weight.flip([1]),
+        Routing::CrossValue => exchange(weight, 1),
         _ => weight,
     };
     let value = match routing {
@@ -194,7 +212,7 @@ fn weigh_value(weight: Tensor<2>, value: Tensor<3>, routing: Routing) -> Tensor<
 /// Puts a sum of [`weigh_value`] terms on its output streams.
 fn uncross(sum: Tensor<3>, routing: Routing) -> Tensor<3> {
     match routing {
-        Routing::CrossValue => sum.flip([1]),
+        Routing::CrossValue => exchange(sum, 1),
         _ => sum,
     }
 }

@@ -8,7 +8,7 @@
 use burn::tensor::Tensor;
 use dar_kernels::Dims;
 
-use super::numeric::{accumulate, require_device, require_dtype, require_shape};
+use super::numeric::{accumulate, exchange, require_device, require_dtype, require_shape};
 
 /// The state after a later branch of a block.
 ///
@@ -30,7 +30,7 @@ pub fn write(partial: Tensor<3>, output: Tensor<2>, beta: Tensor<2>, rho: Tensor
     let dtype = partial.dtype();
     let partial = accumulate(partial);
     let rho = rho.cast(partial.dtype()).unsqueeze_dim::<3>(2);
-    let carried = partial.clone() * rho.clone() + partial.flip([1]) * (rho.neg() + 1.0); // M(rho) P
+    let carried = partial.clone() * rho.clone() + exchange(partial, 1) * (rho.neg() + 1.0); // M(rho) P
     (carried + gated("write", output, beta)).cast(dtype)
 }
 
