@@ -180,7 +180,7 @@ fn logits(entry: &Entry, queries: Tensor<3>, routing: Routing) -> Tensor<3> {
     // Queries on the left: their gradients then end in d_model. As columns they may end in an axis of length 1, whose
     // sums over the entries Burn 0.22.1 fuses into a wrong result on wgpu.
     let keys = entry.key.clone().cast(dtype).permute([1, 2, 0]); // [streams, d_model, tokens]
-    let inv_rms = entry.inv_rms.clone().transpose().unsqueeze_dim::<3>(1); // [streams, 1, tokens]
+    let inv_rms = entry.inv_rms.clone().unsqueeze_dim::<3>(2).permute([1, 2, 0]); // [streams, 1, tokens]
     // Crossing the streams of the small operands leaves the states where they are.
     let dot = match routing {
         Routing::SelfKeyValue | Routing::CrossValue => queries.matmul(keys) * inv_rms,
