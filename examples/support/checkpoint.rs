@@ -69,12 +69,17 @@ impl Checkpoint {
         Vocabulary::open(tokenizer.is_file().then_some(&*tokenizer))
     }
 
-    /// The saved model.
-    pub fn load_model(&self, device: &Device) -> Result<Decoder, Failure> {
+    /// The configuration of the saved model.
+    pub fn load_config(&self) -> Result<DecoderConfig, Failure> {
         let path = self.config();
         let config = DecoderConfig::load(&path).map_err(failed_to("read", &path))?;
         config.validate().map_err(failed(path.display()))?;
+        Ok(config)
+    }
+
+    /// The saved model.
+    pub fn load_model(&self, device: &Device) -> Result<Decoder, Failure> {
         let path = self.model();
-        config.init(device).try_load_file(&path).map_err(failed_to("read", &path))
+        self.load_config()?.init(device).try_load_file(&path).map_err(failed_to("read", &path))
     }
 }

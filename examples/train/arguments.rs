@@ -17,6 +17,7 @@ Examples:
   train                                           three schemes, a tiny model, a few minutes on a CPU
   train --steps 40 --scheme standard,dar_full     a quick look at two schemes
   train --text book.txt --size small --device wgpu
+  train --scheme dar_block,mine.json              beside a configuration of your own
   train --output runs/tiny --resume               go on after Ctrl-C";
 
 /// Trains one language model per residual scheme, on the same text in the same order from the same initial backbone, and
@@ -27,7 +28,7 @@ pub struct Cli {
     /// Residual schemes, comma-separated [default: standard,attnres_block,dar_block]
     ///
     /// Of standard, attnres_block, attnres_full, attnres_sepv, dar_block, dar_full, dar_self, dar_cross_value, dar_fixed,
-    /// mhc, hc, cascade.
+    /// mhc, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     scheme: Option<Vec<Scheme>>,
 
@@ -156,7 +157,7 @@ impl FromStr for Size {
 /// Everything that makes a run, saved with it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Arguments {
-    /// Names of schemes.
+    /// Names of schemes, and files of configurations.
     pub scheme: Vec<String>,
     pub block: usize,
     pub steps: usize,
@@ -178,7 +179,7 @@ impl Arguments {
     /// The arguments of the command line, and where it has none those of the saved run, or the defaults.
     pub fn new(cli: &Cli, saved: Option<Self>) -> Self {
         let base = saved.unwrap_or_else(|| Self::defaults(cli.size.unwrap_or(Size::Tiny)));
-        let names = |schemes: &Vec<Scheme>| schemes.iter().map(|scheme| scheme.name.to_owned()).collect();
+        let names = |schemes: &Vec<Scheme>| schemes.iter().map(|scheme| scheme.argument.clone()).collect();
         Self {
             scheme: cli.scheme.as_ref().map_or(base.scheme, names),
             block: cli.block.unwrap_or(base.block),
@@ -222,7 +223,7 @@ impl Arguments {
         let size: Size = self.size.parse().map_err(Failure::Usage)?;
         let model = |name: &String| {
             let scheme: Scheme = name.parse().map_err(Failure::Usage)?;
-            let config = size.decoder(vocab_size, (scheme.residual)(self.block));
+            let config = size.decoder(vocab_size, scheme.residual(self.block));
             let refused = |error| Failure::usage(format!("scheme {name} at size {}: {error}", self.size));
             config.validate().map_err(refused)?;
             Ok((scheme, config))
@@ -264,10 +265,10 @@ impl Cli {
     pub fn validate(&self) -> Result<(), Failure> {
         let mut seen = Vec::new();
         for scheme in self.scheme.iter().flatten() {
-            if seen.contains(&scheme.name) {
+            if seen.contains(&&scheme.name) {
                 return Err(Failure::usage(format!("--scheme names {} twice", scheme.name)));
             }
-            seen.push(scheme.name);
+            seen.push(&scheme.name);
         }
         Ok(())
     }

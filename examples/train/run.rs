@@ -60,7 +60,7 @@ pub struct Shared<'a> {
 /// A scheme in training.
 pub struct Run<'a> {
     shared: &'a Shared<'a>,
-    name: &'static str,
+    name: String,
     config: DecoderConfig,
     model: Decoder,
     optimiser: ModuleOptimizer,
@@ -71,7 +71,7 @@ pub struct Run<'a> {
 
 /// What the closing table says of a scheme.
 pub struct Summary {
-    pub name: &'static str,
+    pub name: String,
     pub parameters: usize,
     pub residual_parameters: usize,
     pub rows: Vec<Row>,
@@ -82,8 +82,8 @@ pub struct Summary {
 
 impl<'a> Run<'a> {
     /// A fresh model, or the one of the scheme's checkpoint.
-    pub fn open(shared: &'a Shared<'a>, name: &'static str, config: DecoderConfig) -> Result<Self, Failure> {
-        let folder = shared.output.join(name);
+    pub fn open(shared: &'a Shared<'a>, name: String, config: DecoderConfig) -> Result<Self, Failure> {
+        let folder = shared.output.join(&name);
         let checkpoint = files::surviving_checkpoint(&folder.join("checkpoint"))?;
         // Memory that the scheme before held would count as this one's.
         shared.device.memory_cleanup();
@@ -97,6 +97,13 @@ impl<'a> Run<'a> {
             }
             Some(checkpoint) => {
                 let state = Self::check_state(shared, &checkpoint)?;
+                if checkpoint.load_config()? != config {
+                    return Err(Failure::usage(format!(
+                        "cannot resume {name} with another configuration than that of {}: name its file as it was, or \
+                         start anew with --force",
+                        checkpoint.config().display()
+                    )));
+                }
                 let model = checkpoint.load_model(shared.device)?;
                 let path = checkpoint.optimiser();
                 let optimiser = adamw(&model).load(&path).map_err(failed_to("read", &path))?;
@@ -130,12 +137,12 @@ impl<'a> Run<'a> {
         let arguments = self.shared.arguments;
         let steps = arguments.steps;
         let until = self.shared.stop_after.map_or(steps, |stop| stop.min(steps));
-        let bar = progress(self.name, steps, self.rows.len());
+        let bar = progress(&self.name, steps, self.rows.len());
         while self.rows.len() < until {
             let step = self.rows.len() + 1;
             let mut row = self.step(step)?;
             let stop = step == until || INTERRUPTED.load(Ordering::SeqCst);
-            if step % arguments.eval_every == 0 || step == steps {
+            if step.is_multiple_of(arguments.eval_every) || step == steps {
                 let loss = self.evaluate()?;
                 row.valid_loss = Some(loss);
                 bar.suspend(|| println!("{:<16} step {step:>5}: held-out loss {loss:.4}", self.name));
@@ -210,10 +217,10 @@ impl<'a> Run<'a> {
 
     /// Metrics and plot, then the checkpoint: whenever this is cut off, the metrics reach as far as the checkpoint.
     fn save(&self) -> Result<(), Failure> {
-        let folder = self.shared.output.join(self.name);
+        let folder = self.shared.output.join(&self.name);
         fs::create_dir_all(&folder).map_err(failed_to("make", &folder))?;
         replace(&folder.join("metrics.csv"), |path| files::write_metrics(path, &self.rows))?;
-        let curve = [Curve { name: self.name, rows: &self.rows }];
+        let curve = [Curve { name: &self.name, rows: &self.rows }];
         replace(&folder.join("loss.svg"), |path| plot::draw(path, &format!("{}: loss", self.name), &curve))?;
         files::replace_folder(&folder.join("checkpoint"), |path| self.write_checkpoint(&Checkpoint::at(path)))
     }

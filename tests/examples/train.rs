@@ -5,7 +5,9 @@ use std::process::Command;
 use burn::config::Config;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Tensor, TensorData};
+use dar_burn::ResidualConfig;
 use dar_burn::model::DecoderConfig;
+use dar_burn::nn::DarConfig;
 use tempfile::TempDir;
 
 use super::{Finished, finish, folder_with_text, program, run};
@@ -175,6 +177,23 @@ fn a_run_is_not_resumed_as_another_nor_overwritten() {
     fs::create_dir(folder.path().join("mine")).unwrap();
     fs::write(folder.path().join("mine/thesis.txt"), "irreplaceable").unwrap();
     run("train", folder.path(), &["--output", "mine", "--force"]).refused(2, &["not a run"]);
+}
+
+#[test]
+fn a_configuration_of_ones_own_is_a_scheme() {
+    let folder = folder_with_text();
+    let file = folder.path().join("mine.json");
+    let own = |keep| ResidualConfig::Dar(DarConfig::block(3).with_keep(keep));
+    own(0.7).save(&file).unwrap();
+    let arguments = ["--scheme", "standard,mine.json", "--steps", "2", "--stop-after", "1"];
+    train(&folder, &arguments).succeeded();
+    let saved = DecoderConfig::load(folder.path().join("out/mine/checkpoint/config.json")).unwrap();
+    assert_eq!(saved.residual, own(0.7));
+
+    own(0.8).save(&file).unwrap();
+    train(&folder, &["--resume"]).refused(2, &["cannot resume mine", "another configuration"]);
+    fs::write(&file, "{}").unwrap();
+    train(&folder, &["--resume"]).refused(2, &["mine.json", "not a residual configuration"]);
 }
 
 #[test]

@@ -84,8 +84,8 @@ fn a_dense_decoder_is_what_it_says() {
                     (dot / (d_head as f64).sqrt()).exp()
                 };
                 let total: f64 = (0..=t).map(score).sum();
-                for s in 0..=t {
-                    (0..d_head).for_each(|i| mixed[head * d_head + i] += score(s) / total * values[s][from + i]);
+                for (s, value) in values.iter().enumerate().take(t + 1) {
+                    (0..d_head).for_each(|i| mixed[head * d_head + i] += score(s) / total * value[from + i]);
                 }
             }
             state.iter_mut().zip(project(&mixed, &o)).for_each(|(state, y)| *state += y);

@@ -211,7 +211,7 @@ impl AttnRes {
             Some(partial) => partial + output,
             None => output,
         };
-        if (branch + 1) % self.branches_per_block != 0 {
+        if !(branch + 1).is_multiple_of(self.branches_per_block) {
             return AttnResState { history, open: Some(Open { retrieved, partial }) };
         }
         let history = match self.project(history.len(), partial.clone().squeeze_dim(1)) {

@@ -187,7 +187,7 @@ impl Dar {
             None => write_first(output, beta),
             Some((partial, rho)) => write(partial, output, beta, rho),
         };
-        if (branch + 1) % self.branches_per_block == 0 {
+        if (branch + 1).is_multiple_of(self.branches_per_block) {
             DarState { history: history.append(partial), open: None } // (18)
         } else {
             DarState { history, open: Some(Open { retrieved, partial }) }

@@ -97,7 +97,7 @@ impl ResidualConfig {
             Self::Hyper(config) => config.validate(),
             Self::Mhc(config) => config.validate(),
             Self::Cascade => refuse_unless(
-                layout.alternating && layout.branches % 2 == 0,
+                layout.alternating && layout.branches.is_multiple_of(2),
                 "Cascade",
                 "layout.branches",
                 layout.branches,
@@ -158,7 +158,6 @@ pub struct Residual {
 
 /// The schemes and their parameters.
 #[derive(Module, Debug)]
-#[allow(clippy::large_enum_variant)]
 pub enum Scheme {
     /// Plain residual.
     Standard(Standard),
@@ -194,6 +193,7 @@ pub struct Pending<const D: usize> {
 }
 
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
 enum Carry {
     Standard(Tensor<2>),
     AttnRes(AttnResState),

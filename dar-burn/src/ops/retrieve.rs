@@ -39,7 +39,7 @@ pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Re
     require_shape("prefix", "queries", "[branches, streams, d_model]", [branches, streams, d_model], &queries);
     require_device("prefix", "queries", &history.entries()[0].key, &queries);
 
-    let queries = rows(queries, history.entries()[0].key.dtype());
+    let queries = columns(queries, history.entries()[0].key.dtype());
     // One flat axis beside the entries: Burn 0.22.1 cannot fuse a reduction over the first axis whose last axis has length
     // 1 (its kernel does not compile).
     let logits = history.entries().iter().map(|entry| logits(entry, queries.clone(), routing).flatten::<1>(0, 2));
@@ -93,7 +93,7 @@ pub(crate) fn merge_accumulated(
     eps: f64,
 ) -> Tensor<3> {
     let entry = Entry::new(partial, eps);
-    let query = rows(query.unsqueeze_dim(0), entry.key.dtype());
+    let query = columns(query.unsqueeze_dim(0), entry.key.dtype());
     let logit = logits(&entry, query, routing).squeeze_dim::<2>(0).transpose(); // (A.8)
     let gap = (retrieved.lse - logit).unsqueeze_dim::<3>(2);
     let value = pick_streams(accumulate(entry.value), |j| routing.value_stream(j)); // (A.7)
@@ -169,29 +169,28 @@ fn retrieve(
     }
 }
 
-/// Queries as rows, in the accumulator type of `storage`. `[streams, branches, d_model]`
-fn rows(queries: Tensor<3>, storage: DType) -> Tensor<3> {
-    queries.cast(accumulator(storage)).swap_dims(0, 1)
+/// Queries as columns, in the accumulator type of `storage`. `[streams, d_model, branches]`
+fn columns(queries: Tensor<3>, storage: DType) -> Tensor<3> {
+    queries.cast(accumulator(storage)).permute([1, 2, 0])
 }
 
-/// Logits of one candidate (A.1), in the accumulator type. `queries`: [`rows`]; output: `[branches, streams, tokens]`.
+/// Logits of one candidate (A.1), in the accumulator type. `queries`: [`columns`];
+/// output: `[branches, streams, tokens]`.
 fn logits(entry: &Entry, queries: Tensor<3>, routing: Routing) -> Tensor<3> {
     let dtype = accumulator(entry.key.dtype());
-    // Queries on the left: their gradients then end in d_model. As columns they may end in an axis of length 1, whose
-    // sums over the entries Burn 0.22.1 fuses into a wrong result on wgpu.
-    let keys = entry.key.clone().cast(dtype).permute([1, 2, 0]); // [streams, d_model, tokens]
-    let inv_rms = entry.inv_rms.clone().unsqueeze_dim::<3>(2).permute([1, 2, 0]); // [streams, 1, tokens]
+    let keys = entry.key.clone().cast(dtype).swap_dims(0, 1); // [streams, tokens, d_model]
+    let inv_rms = entry.inv_rms.clone().swap_dims(0, 1).unsqueeze_dim::<3>(2); // [streams, tokens, 1]
     // Crossing the streams of the small operands leaves the states where they are.
     let dot = match routing {
-        Routing::SelfKeyValue | Routing::CrossValue => queries.matmul(keys) * inv_rms,
-        Routing::CrossKey => exchange(queries.flip([0]).matmul(keys) * inv_rms, 0),
+        Routing::SelfKeyValue | Routing::CrossValue => keys.matmul(queries) * inv_rms,
+        Routing::CrossKey => exchange(keys.matmul(queries.flip([0])) * inv_rms, 0),
         Routing::FixedKeyValue => {
             let shape = keys.shape(); // an array may not hold a 0 here
             let keys = keys.narrow(0, 0, 1).expand(shape);
-            queries.matmul(keys) * inv_rms.narrow(0, 0, 1)
+            keys.matmul(queries) * inv_rms.narrow(0, 0, 1)
         }
     };
-    dot.swap_dims(0, 1)
+    dot.permute([2, 0, 1])
 }
 
 /// `weight^j * value^(value_stream(j))`, left on the value's own stream where the routing crosses values:

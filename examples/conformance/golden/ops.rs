@@ -54,7 +54,7 @@ pub fn sinkhorn_order(case: &Case) -> Result<SinkhornOrder, Reason> {
 /// A history of the entries of `states`. `[entries, tokens, streams, d_model]`
 fn history(states: Tensor<4>, eps: f64) -> Result<History, Reason> {
     let [entries, tokens, streams, d_model] = states.dims();
-    let entry = |index| states.clone().slice([index..index + 1]).reshape([tokens, streams, d_model]);
+    let entry = |index| states.clone().narrow(0, index, 1).reshape([tokens, streams, d_model]);
     if entries == 0 {
         return Err("a history holds at least one entry".into());
     }
@@ -92,7 +92,7 @@ fn run_merge(graph: &mut Graph) -> Result<(), Reason> {
 fn run_residual_read(graph: &mut Graph, scaled: bool) -> Result<(), Reason> {
     let (retrieved, partial, query) = merge_operands(graph)?;
     let scale = if scaled { graph.input("scale", Same)? } else { ones(graph, 3) };
-    let scale = |gate: usize| scale.clone().slice([gate..gate + 1]);
+    let scale = |gate: usize| scale.clone().narrow(0, gate, 1);
     let site = SiteWeights {
         alpha: GateWeights { weight: graph.input("Wa", Same)?, bias: graph.input("ba", Same)?, scale: scale(0) },
         beta: GateWeights { weight: graph.input("Wb", Same)?, bias: graph.input("bb", Same)?, scale: scale(1) },
