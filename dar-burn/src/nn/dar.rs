@@ -18,8 +18,25 @@ use crate::ops::{History, Retrieved, output_read, prefix, residual_read, residua
 /// # Start
 ///
 /// The initial model computes the plain residual, up to a scale that the final norm removes: zero queries and gate
-/// weights, equal alphas, and betas `1 ± write_gap` that average to 1. The gap and a `keep` near 1 let the two streams
-/// part in direction under training: equal writes would keep them equal for ever.
+/// weights, equal alphas, and betas `1 ± write_gap` that average to 1. The gap lets the two streams part in direction:
+/// equal writes would keep them equal for ever.
+///
+/// The defaults were chosen by held-out loss (nats a byte) after 240 steps of the `tiny` model of the `train` example
+/// with K = 1, sequences of 64, on the CPU, seeds 1 to 3, lower is better:
+///
+/// | start | seed 1 | seed 2 | seed 3 | mean |
+/// |---|---|---|---|---|
+/// | plain residual | 2.2666 | 2.2389 | 2.2427 | 2.2494 |
+/// | **gap 0.5, keep 0.5** | 2.2382 | 2.2045 | 2.2318 | **2.2248** |
+/// | gap 0.1, keep 0.5 | 2.2435 | 2.2106 | 2.2256 | 2.2266 |
+/// | gap 0.25, keep 0.7 | 2.2412 | 2.2081 | 2.2351 | 2.2281 |
+/// | gap 0.5, keep 0.9 | 2.2422 | 2.2065 | 2.2433 | 2.2307 |
+/// | gap 0.1, keep 0.9 | 2.2531 | 2.2104 | 2.2368 | 2.2334 |
+/// | gap ± 0.25, keep 0.9, the sign alternating between attention and feed-forward | 2.2484 | 2.2173 | 2.2507 | 2.2388 |
+/// | gap ± 0.5, keep 0.9, alternating | 2.2659 | 2.2145 | 2.2419 | 2.2408 |
+///
+/// Differences of a few thousandths are within the spread of the seeds. On a toy regression of six layers the default's
+/// streams start 29° apart and stay there; from a gap of 0.1 training takes them from 6° to 12°.
 #[derive(Config, Debug, PartialEq)]
 pub struct DarConfig {
     /// Branches a block, 2K for K Transformer layers; at least 2. The full form is K = 1.
@@ -35,11 +52,8 @@ pub struct DarConfig {
     /// roles part the streams anyway.
     #[config(default = 0.5)]
     pub write_gap: f64,
-    /// The gap changes its sign between attention (even) and feed-forward (odd) branches.
-    #[config(default = true)]
-    pub alternate_gap: bool,
     /// Initial rho: how much of itself a partial stream keeps.
-    #[config(default = 0.9)]
+    #[config(default = 0.5)]
     pub keep: f64,
     /// Epsilon of the key norm and the gate norms.
     #[config(default = 1e-6)]
@@ -83,11 +97,7 @@ impl DarConfig {
             Routing::FixedKeyValue => 0.0,
             _ => self.write_gap,
         };
-        let site = |site: usize| {
-            let position = site % sites.per_block();
-            let gap = if self.alternate_gap && position % 2 == 1 { -gap } else { gap };
-            DarSite::new(d_model, sites.has_query(site), gap, self.keep, device)
-        };
+        let site = |site: usize| DarSite::new(d_model, sites.has_query(site), gap, self.keep, device);
         Dar {
             sites: (0..sites.count()).map(site).collect(),
             output_query: zeros([2, d_model], device),

@@ -69,7 +69,7 @@ pub(super) struct Sites {
 
 impl Sites {
     /// Sites of one whole block.
-    pub(super) fn per_block(self) -> usize {
+    fn per_block(self) -> usize {
         match self.tying {
             Tying::PerBranch => self.branches_per_block,
             Tying::PerBlock => self.branches_per_block.min(2),
