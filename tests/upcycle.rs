@@ -69,10 +69,50 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(wider, UpcycleError::Load { .. }), "{wider}");
 
     let absent = refusal(LAYERS, 16, ResidualConfig::dar_full(), &folder.path().join("absent.bpk"));
-    assert!(absent.to_string().ends_with("absent.bpk: no such file"), "{absent}");
+    assert!(
+        absent.to_string().ends_with("absent.bpk: it is not a file, expected a .safetensors or a burnpack file"),
+        "{absent}"
+    );
+
+    // Residual parameters of one scheme are no start for another, not even where they fit.
+    let trained = folder.path().join("dar.bpk");
+    config(LAYERS, 16, ResidualConfig::dar_full()).init(&device).save_file(&trained).unwrap();
+    let not_plain = refusal(LAYERS, 16, ResidualConfig::dar_block(2), &trained);
+    let UpcycleError::NotPlain { parameters, .. } = &not_plain else { panic!("{not_plain}") };
+    assert!(parameters.iter().all(|path| path.starts_with("residual.scheme.Dar.")), "{not_plain}");
 
     let text = folder.path().join("text.safetensors");
     std::fs::write(&text, "no tensors").unwrap();
     let corrupt = refusal(LAYERS, 16, ResidualConfig::dar_full(), &text);
     assert!(matches!(corrupt, UpcycleError::Load { .. }), "{corrupt}");
+}
+
+/// A module that only shares the name of the residual has to be in the checkpoint.
+#[test]
+fn a_namesake_is_not_the_residual() {
+    mod theirs {
+        #[derive(burn::module::Module, Debug)]
+        pub struct Residual {
+            pub linear: burn::nn::Linear,
+        }
+    }
+    #[derive(Module, Debug)]
+    struct Small {
+        linear: burn::nn::Linear,
+    }
+    #[derive(Module, Debug)]
+    struct Large {
+        linear: burn::nn::Linear,
+        theirs: theirs::Residual,
+        residual: dar_burn::Residual,
+    }
+    let (device, folder) = (flex(), tempfile::tempdir().unwrap());
+    let linear = || burn::nn::LinearConfig::new(4, 4).init(&device);
+    let file = folder.path().join("small.bpk");
+    Small { linear: linear() }.save_file(&file).unwrap();
+    let residual = ResidualConfig::dar_full().init(&dar_burn::BranchLayout::new(4, 4), &device);
+    let large = Large { linear: linear(), theirs: theirs::Residual { linear: linear() }, residual };
+    let error = upcycle(large, &file).expect_err("a refusal");
+    let UpcycleError::Missing { missing, .. } = &error else { panic!("{error}") };
+    assert!(missing.iter().all(|path| path.starts_with("theirs.linear.")), "{error}");
 }

@@ -1,9 +1,11 @@
 //! Upcycling: a model trained with the plain residual goes on training with another scheme.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
-use burn::module::{Module, ModuleVisitor};
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::store::{ApplyResult, BurnpackStore, ModuleSnapshot, SafetensorsStore};
+use burn::tensor::Tensor;
 use thiserror::Error;
 
 /// Why a checkpoint could not become a model of another scheme.
@@ -31,6 +33,18 @@ pub enum UpcycleError {
         /// Tensors of the model.
         missing: Vec<String>,
     },
+    /// The checkpoint is of a model with residual parameters.
+    #[error(
+        "upcycle: {path} holds {parameters:?}, expected a checkpoint of a model with the plain residual, which has no \
+         residual parameters",
+        path = path.display()
+    )]
+    NotPlain {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Residual parameters in it.
+        parameters: Vec<String>,
+    },
     /// The checkpoint holds tensors that the model has no place for.
     #[error(
         "upcycle: {path} holds {unused:?}, which the model has not, expected a checkpoint of the same backbone with the \
@@ -52,32 +66,36 @@ pub enum UpcycleError {
 /// `.safetensors` file, or else a burnpack file.
 ///
 /// # Errors
-/// If the checkpoint cannot be read, or holds more or less than the model's backbone.
+/// If the checkpoint cannot be read, holds more or less than the model's backbone, or is of a model that is not plain.
 pub fn upcycle<M: Module>(mut model: M, checkpoint: &Path) -> Result<M, UpcycleError> {
-    let mut visitor = FindCascade(false);
-    model.visit(&mut visitor);
-    if visitor.0 {
+    let mut found = FindResidual::default();
+    model.visit(&mut found);
+    if found.cascade {
         return Err(UpcycleError::Parallel);
     }
-    let ApplyResult { missing, unused, .. } =
-        apply(&mut model, checkpoint).map_err(|reason| UpcycleError::Load { path: checkpoint.to_owned(), reason })?;
-    let missing: Vec<String> = missing
-        .into_iter()
-        .filter(|(_, containers)| !containers.split('.').any(|container| container == "Struct:Residual"))
-        .map(|(path, _)| path)
-        .collect();
+    let path = checkpoint.to_owned();
+    let ApplyResult { applied, missing, unused, .. } = match apply(&mut model, checkpoint) {
+        Ok(result) => result,
+        Err(reason) => return Err(UpcycleError::Load { path, reason }),
+    };
+    let parameters: Vec<String> = applied.into_iter().filter(|name| found.parameters.contains(name)).collect();
+    if !parameters.is_empty() {
+        return Err(UpcycleError::NotPlain { path, parameters });
+    }
+    let missing: Vec<String> = missing.into_iter().map(|(name, _)| name).collect();
+    let missing: Vec<String> = missing.into_iter().filter(|name| !found.parameters.contains(name)).collect();
     if !missing.is_empty() {
-        return Err(UpcycleError::Missing { path: checkpoint.to_owned(), missing });
+        return Err(UpcycleError::Missing { path, missing });
     }
     if !unused.is_empty() {
-        return Err(UpcycleError::Unused { path: checkpoint.to_owned(), unused });
+        return Err(UpcycleError::Unused { path, unused });
     }
     Ok(model)
 }
 
 fn apply<M: Module>(model: &mut M, checkpoint: &Path) -> Result<ApplyResult, String> {
     if !checkpoint.is_file() {
-        return Err("no such file".into());
+        return Err("it is not a file, expected a .safetensors or a burnpack file".into());
     }
     let safetensors = checkpoint.extension().is_some_and(|extension| extension == "safetensors");
     if safetensors {
@@ -89,11 +107,36 @@ fn apply<M: Module>(model: &mut M, checkpoint: &Path) -> Result<ApplyResult, Str
     }
 }
 
-/// CASCADE has no parameters, so only its place in the module tree tells that it is there.
-struct FindCascade(bool);
+/// The parameters of every [`Residual`](crate::Residual) in a module, by name. CASCADE has none, so only its place in
+/// the module tree tells that it is there.
+#[derive(Default)]
+struct FindResidual {
+    /// Names and containers from the root to where the visit is.
+    place: Vec<(String, String)>,
+    parameters: HashSet<String>,
+    cascade: bool,
+}
 
-impl ModuleVisitor for FindCascade {
+impl FindResidual {
+    fn in_residual(&self) -> bool {
+        self.place.windows(2).any(|pair| pair[0].1 == "Struct:Residual" && pair[1].1 == "Enum:Scheme")
+    }
+}
+
+impl ModuleVisitor for FindResidual {
     fn enter_module(&mut self, name: &str, container_type: &str) {
-        self.0 |= name == "Cascade" && container_type == "Enum:Scheme";
+        self.place.push((name.to_owned(), container_type.to_owned()));
+        self.cascade |= self.in_residual() && name == "Cascade" && container_type == "Enum:Scheme";
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.place.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        if self.in_residual() {
+            let names: Vec<&str> = self.place.iter().map(|(name, _)| name.as_str()).collect();
+            self.parameters.insert(names.join("."));
+        }
     }
 }

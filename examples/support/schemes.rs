@@ -72,7 +72,9 @@ impl FromStr for Scheme {
             let config = ResidualConfig::load(path).map_err(|error| {
                 format!("`{argument}` is not a residual configuration that `ResidualConfig::save` wrote: {error}")
             })?;
-            return Ok(Self { argument: argument.into(), name, config: Config::File(config) });
+            let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+            let argument = absolute.to_string_lossy().into_owned();
+            return Ok(Self { argument, name, config: Config::File(config) });
         }
         let found = SCHEMES.into_iter().find(|(name, _)| *name == argument);
         let (name, config) = found.ok_or_else(|| {

@@ -1,6 +1,6 @@
 //! The command line, and the arguments of a run as they are saved with it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::Parser;
@@ -14,11 +14,11 @@ use crate::support::schemes::Scheme;
 
 const EXAMPLES: &str = "\
 Examples:
-  train                                           three schemes, a tiny model, a few minutes on a CPU
-  train --steps 40 --scheme standard,dar_full     a quick look at two schemes
-  train --text book.txt --size small --device wgpu
-  train --scheme dar_block,mine.json              beside a configuration of your own
-  train --output runs/tiny --resume               go on after Ctrl-C";
+  cargo run --release --example train             three schemes, a tiny model, a few minutes on a CPU
+  … train -- --steps 40 --scheme standard,dar_full
+  … train -- --text book.txt --size small --device wgpu
+  … train -- --scheme dar_block,mine.json         beside a configuration of your own
+  … train -- --output runs/tiny --resume          go on after Ctrl-C";
 
 /// Trains one language model per residual scheme, on the same text in the same order from the same initial backbone, and
 /// compares them.
@@ -28,7 +28,8 @@ pub struct Cli {
     /// Residual schemes, comma-separated [default: standard,attnres_block,dar_block]
     ///
     /// Of standard, attnres_block, attnres_full, attnres_sepv, dar_block, dar_full, dar_self, dar_cross_value, dar_fixed,
-    /// mhc, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file.
+    /// mhc, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file. With --resume they join
+    /// the run.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     scheme: Option<Vec<Scheme>>,
 
@@ -92,6 +93,11 @@ pub struct Cli {
     /// Stop every scheme after this step with a checkpoint, as Ctrl-C does
     #[arg(long, value_name = "STEP", value_parser = positive)]
     pub stop_after: Option<usize>,
+}
+
+/// A path that also leads there from another folder, should the run be resumed from one.
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 fn positive(text: &str) -> Result<usize, String> {
@@ -179,14 +185,21 @@ impl Arguments {
     /// The arguments of the command line, and where it has none those of the saved run, or the defaults.
     pub fn new(cli: &Cli, saved: Option<Self>) -> Self {
         let base = saved.unwrap_or_else(|| Self::defaults(cli.size.unwrap_or(Size::Tiny)));
-        let names = |schemes: &Vec<Scheme>| schemes.iter().map(|scheme| scheme.argument.clone()).collect();
+        // Schemes join a run, so that none of it is forgotten.
+        let mut scheme = if cli.resume || cli.scheme.is_none() { base.scheme } else { Vec::new() };
+        let named = cli.scheme.iter().flatten().map(|named| named.argument.clone());
+        named.for_each(|named| {
+            if !scheme.contains(&named) {
+                scheme.push(named)
+            }
+        });
         Self {
-            scheme: cli.scheme.as_ref().map_or(base.scheme, names),
+            scheme,
             block: cli.block.unwrap_or(base.block),
             steps: cli.steps.unwrap_or(base.steps),
             size: cli.size.map_or(base.size, |size| size.name().into()),
-            text: cli.text.clone().or(base.text),
-            tokenizer: cli.tokenizer.clone().or(base.tokenizer),
+            text: cli.text.as_deref().map(absolute).or(base.text),
+            tokenizer: cli.tokenizer.as_deref().map(absolute).or(base.tokenizer),
             seed: cli.seed.unwrap_or(base.seed),
             batch: cli.batch.unwrap_or(base.batch),
             sequence: cli.sequence.unwrap_or(base.sequence),

@@ -59,11 +59,14 @@ fn train(cli: &Cli) -> Result<ExitCode, Failure> {
     println!("text    {}", text.description);
     println!("output  {}", output.display());
 
-    prepare(cli, &output, &arguments)?;
-    stop_at_ctrl_c()?;
     let device = opened.device.autodiff();
     let shared =
         Shared { arguments: &arguments, text: &text, device: &device, output: &output, stop_after: cli.stop_after };
+    if cli.resume {
+        models.iter().try_for_each(|(scheme, config)| run::check_checkpoint(&shared, &scheme.name, config))?;
+    }
+    prepare(cli, &output, &arguments)?;
+    stop_at_ctrl_c()?;
     let mut summaries = Vec::new();
     for (scheme, config) in models {
         summaries.push(Run::open(&shared, scheme.name, config)?.train()?);
@@ -79,7 +82,8 @@ fn train(cli: &Cli) -> Result<ExitCode, Failure> {
     println!("\n{}", table::table(&summaries));
     let interrupted = INTERRUPTED.load(Ordering::SeqCst);
     if interrupted || summaries.iter().any(|summary| !summary.finished) {
-        println!("\nStopped and saved. To go on: train --output {} --resume", output.display());
+        let folder = output.display();
+        println!("\nStopped and saved. To go on: cargo run --release --example train -- --output {folder} --resume");
     }
     Ok(if interrupted { ExitCode::from(INTERRUPTED_CODE) } else { ExitCode::SUCCESS })
 }

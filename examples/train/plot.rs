@@ -62,7 +62,7 @@ fn try_draw(path: &Path, title: &str, curves: &[Curve]) -> Result<(), Box<dyn st
         .build_cartesian_2d(first as f64..last as f64, low - margin..high + margin)?;
     chart
         .configure_mesh()
-        .x_desc("step")
+        .x_desc("step   (lines: training loss, smoothed and without its first fall; dots: held-out loss)")
         .y_desc("loss (nats per token)")
         .x_label_formatter(&|step| format!("{step:.0}"))
         .y_label_formatter(&|loss| format!("{loss:.2}"))

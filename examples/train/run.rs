@@ -80,6 +80,33 @@ pub struct Summary {
     pub finished: bool,
 }
 
+/// Refuses a scheme whose checkpoint is of another run: before anything of the run is touched.
+pub fn check_checkpoint(shared: &Shared, name: &str, config: &DecoderConfig) -> Result<(), Failure> {
+    if let Some(checkpoint) = files::surviving_checkpoint(&shared.output.join(name).join("checkpoint"))? {
+        check_state(shared, name, config, &checkpoint)?;
+    }
+    Ok(())
+}
+
+fn check_state(shared: &Shared, name: &str, config: &DecoderConfig, checkpoint: &Checkpoint) -> Result<State, Failure> {
+    let state: State = files::read_json(&checkpoint.state())?;
+    shared.arguments.must_continue(&state.arguments)?;
+    if state.text != shared.text.fingerprint {
+        return Err(Failure::usage(
+            "cannot resume with another text or tokenizer than the run's: pass the same --text and --tokenizer, or start \
+             anew with --force",
+        ));
+    }
+    if checkpoint.load_config()? != *config {
+        return Err(Failure::usage(format!(
+            "cannot resume {name} with another configuration than that of {}: name its file as it was, or start anew with \
+             --force",
+            checkpoint.config().display()
+        )));
+    }
+    Ok(state)
+}
+
 impl<'a> Run<'a> {
     /// A fresh model, or the one of the scheme's checkpoint.
     pub fn open(shared: &'a Shared<'a>, name: String, config: DecoderConfig) -> Result<Self, Failure> {
@@ -96,14 +123,7 @@ impl<'a> Run<'a> {
                 Self { shared, name, config, model, optimiser, rows: Vec::new(), peak_memory: None }
             }
             Some(checkpoint) => {
-                let state = Self::check_state(shared, &checkpoint)?;
-                if checkpoint.load_config()? != config {
-                    return Err(Failure::usage(format!(
-                        "cannot resume {name} with another configuration than that of {}: name its file as it was, or \
-                         start anew with --force",
-                        checkpoint.config().display()
-                    )));
-                }
+                let state = check_state(shared, &name, &config, &checkpoint)?;
                 let model = checkpoint.load_model(shared.device)?;
                 let path = checkpoint.optimiser();
                 let optimiser = adamw(&model).load(&path).map_err(failed_to("read", &path))?;
@@ -118,18 +138,6 @@ impl<'a> Run<'a> {
         };
         run.watch_memory();
         Ok(run)
-    }
-
-    fn check_state(shared: &Shared, checkpoint: &Checkpoint) -> Result<State, Failure> {
-        let state: State = files::read_json(&checkpoint.state())?;
-        shared.arguments.must_continue(&state.arguments)?;
-        if state.text != shared.text.fingerprint {
-            return Err(Failure::usage(
-                "cannot resume with another text or tokenizer than the run's: pass the same --text and --tokenizer, or \
-                 start anew with --force",
-            ));
-        }
-        Ok(state)
     }
 
     /// Trains until the last step, `stop_after` or Ctrl-C.
@@ -193,7 +201,7 @@ impl<'a> Run<'a> {
         device.sync().map_err(failed(format!("{}: step {step} failed", self.name)))?;
         if !train_loss.is_finite() {
             return Err(Failure::run(format!(
-                "{}: the training loss is {train_loss} at step {step}: try a lower --lr (it is {})",
+                "{}: the training loss is {train_loss} at step {step}: try a lower --lr (it is {}) with --force",
                 self.name, arguments.lr
             )));
         }

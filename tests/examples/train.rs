@@ -171,6 +171,10 @@ fn a_run_is_not_resumed_as_another_nor_overwritten() {
     train(&folder, &["--resume"]).succeeded();
     let other = ["--output", "out", "--resume", "--text", "other.txt"];
     run("train", folder.path(), &other).refused(2, &["another text"]);
+    // A refusal leaves the run as it was, and a further scheme joins it.
+    run("train", folder.path(), &["--output", "out", "--resume"]).succeeded();
+    let stdout = run("train", folder.path(), &["--output", "out", "--resume", "--scheme", "hc"]).succeeded().stdout;
+    assert!(["standard ", "hc "].iter().all(|name| stdout.lines().any(|line| line.starts_with(name))), "{stdout}");
 
     train(&folder, &[&arguments[..], &["--force", "--stop-after", "1"]].concat()).succeeded();
     assert_eq!(metrics(&folder, "standard").len(), 1);
@@ -234,7 +238,7 @@ fn ctrl_c_saves_and_says_how_to_go_on() {
     let output = child.wait_with_output().unwrap();
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(130), "{stdout}\n{}", String::from_utf8_lossy(&output.stderr));
-    assert!(stdout.contains("train --output out --resume"), "{stdout}");
+    assert!(stdout.contains("train -- --output out --resume"), "{stdout}");
 
     let done = metrics(&folder, "standard").len();
     let until = (done + 1).to_string();

@@ -121,6 +121,22 @@ fn separate_values_are_refused_where_a_block_is_open() {
     }
 }
 
+/// Numbers that f64 holds and f32 does not, and block sizes whose number of branches does not fit.
+#[test]
+fn huge_numbers_are_refused() {
+    for config in [
+        ResidualConfig::Hyper(HyperConfig::new().with_dynamic_scale(1e300)),
+        ResidualConfig::Mhc(MhcConfig::new().with_own_logit(-1e300)),
+        dar(DarConfig::block(1).with_eps(1e300)),
+    ] {
+        let error = config.validate(&layout()).unwrap_err().to_string();
+        assert!(error.contains("that f32 holds"), "{error}");
+    }
+    // One block for the whole model, not a small one by wrapping around.
+    let ResidualConfig::Dar(config) = ResidualConfig::dar_block((1 << 63) + 1) else { unreachable!() };
+    assert_eq!(config.branches_per_block, usize::MAX);
+}
+
 #[test]
 fn numbers_out_of_range_are_refused() {
     refuses(
@@ -134,7 +150,7 @@ fn numbers_out_of_range_are_refused() {
         (ResidualConfig::Hyper(HyperConfig::new().with_eps(-1.0)), "Hyper"),
         (ResidualConfig::Mhc(MhcConfig::new().with_eps(-1.0)), "Mhc"),
     ] {
-        refuses(config, layout(), &format!("{scheme}: `eps` is -1, expected a finite number ≥ 0"));
+        refuses(config, layout(), &format!("{scheme}: `eps` is -1, expected a finite number ≥ 0 that f32 holds"));
     }
     for keep in [0.0, 1.0, f64::NAN] {
         let error = dar(DarConfig::block(1).with_keep(keep)).validate(&layout()).unwrap_err().to_string();
@@ -144,7 +160,7 @@ fn numbers_out_of_range_are_refused() {
     refuses(
         ResidualConfig::Hyper(HyperConfig::new().with_dynamic_scale(f64::INFINITY)),
         layout(),
-        "Hyper: `dynamic_scale` is inf, expected a finite number",
+        "Hyper: `dynamic_scale` is inf, expected a finite number that f32 holds",
     );
     refuses(
         ResidualConfig::mhc(1),
@@ -164,7 +180,7 @@ fn numbers_out_of_range_are_refused() {
     refuses(
         ResidualConfig::Mhc(MhcConfig::new().with_own_logit(f64::NAN)),
         layout(),
-        "Mhc: `own_logit` is NaN, expected a finite number",
+        "Mhc: `own_logit` is NaN, expected a finite number that f32 holds",
     );
 }
 

@@ -2,7 +2,7 @@ use burn::module::Module;
 use burn::tensor::{DType, Tensor};
 use dar_burn::device::DeviceChoice;
 use dar_burn::nn::{AttnResConfig, SeparateValues};
-use dar_burn::{BranchLayout, ResidualConfig};
+use dar_burn::{BranchLayout, ResidualConfig, Routing};
 
 use super::toy::{Stir, Toy, schemes, tensor, vec};
 use crate::support::devices::{device, devices, flex, say};
@@ -158,15 +158,46 @@ fn misuse_is_refused() {
 
         let other = if name == "standard" { ResidualConfig::Cascade } else { ResidualConfig::Standard };
         let other = other.init(&layout(), &device);
-        refuses("Residual::read: `state` is of another scheme, expected one that this residual made", &|| {
-            drop(other.read(pass(0)));
-        });
-        refuses("Residual::write: `pending` is of another scheme, expected one that this residual made", &|| {
-            drop(other.write(residual.read(pass(0)).1, x()));
-        });
-        refuses("Residual::finish: `state` is of another scheme, expected one that this residual made", &|| {
-            drop(other.finish(pass(BRANCHES)));
-        });
+        refuses(
+            "Residual::read: `state` is of a residual with another configuration or layout, expected one that this residual made",
+            &|| {
+                drop(other.read(pass(0)));
+            },
+        );
+        refuses(
+            "Residual::write: `pending` is of a residual with another configuration or layout, expected one that this residual made",
+            &|| {
+                drop(other.write(residual.read(pass(0)).1, x()));
+            },
+        );
+        refuses(
+            "Residual::finish: `state` is of a residual with another configuration or layout, expected one that this residual made",
+            &|| {
+                drop(other.finish(pass(BRANCHES)));
+            },
+        );
+    }
+}
+
+/// Also of the same scheme with other blocks, routing or layout; but not of a clone or of a residual made alike.
+#[test]
+fn a_state_fits_residuals_of_one_configuration_and_layout() {
+    let device = flex();
+    let x = tensor(1, [3, D_MODEL], 1.0, &device);
+    let config = ResidualConfig::dar_full();
+    let residual = config.init(&layout(), &device);
+    let state = || residual.branch(residual.start(x.clone()), |h| h);
+    for (other, branches) in [
+        (ResidualConfig::dar_block(2), BRANCHES),
+        (ResidualConfig::dar_routed(1, Routing::CrossValue), BRANCHES),
+        (config.clone(), BRANCHES - 1),
+    ] {
+        let other = other.init(&BranchLayout::new(D_MODEL, branches), &device);
+        let message = panic_message(|| other.read(state()));
+        assert!(message.contains("another configuration or layout"), "{message}");
+    }
+    for alike in [residual.clone(), config.init(&layout(), &device)] {
+        drop(alike.read(state()));
     }
 }
 

@@ -32,7 +32,10 @@ pub fn devices() -> Vec<&'static OpenDevice> {
 /// # Panics
 /// If `DAR_TEST_DEVICES` names it and it does not start.
 pub fn device(choice: DeviceChoice, dtype: DType) -> Option<&'static OpenDevice> {
-    let found = wanted().iter().find(|wanted| wanted.choice == choice)?.opened()?;
+    let Some(found) = wanted().iter().find(|wanted| wanted.choice == choice).and_then(Wanted::opened) else {
+        say(&format!("{choice} in {dtype:?}: not among the devices of this test run"));
+        return None;
+    };
     match computes(found, dtype) {
         Ok(()) => Some(found),
         Err(reason) => {

@@ -3,7 +3,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
-use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless};
+use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::params::{identities, zeros};
 use crate::ops::{History, Retrieved, accumulator, attnres_read, merge, prefix};
 
@@ -45,7 +45,7 @@ impl AttnResConfig {
 
     /// Block form with `layers` Transformer layers (two branches each) a block.
     pub fn block(layers: usize) -> Self {
-        Self::new(2 * layers)
+        Self::new(layers.saturating_mul(2))
     }
 
     /// Refuses a configuration that cannot serve `layout`, with the reason.
@@ -53,7 +53,7 @@ impl AttnResConfig {
         let block = self.branches_per_block;
         refuse_unless(block > 0, "AttnRes", "branches_per_block", block, "at least 1")?;
         check_tying("AttnRes", self.tying, block, layout)?;
-        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "AttnRes", "eps", self.eps, "a finite number ≥ 0")?;
+        refuse_unless_eps("AttnRes", self.eps)?;
         let sources = layout.branches + 1;
         match self.separate_values {
             SeparateValues::None => Ok(()),
@@ -78,6 +78,7 @@ impl AttnResConfig {
     ///
     /// # Panics
     /// If [`validate`](Self::validate) refuses, with its message.
+    #[track_caller]
     pub fn init(&self, layout: &BranchLayout, device: &Device) -> AttnRes {
         if let Err(error) = self.validate(layout) {
             panic!("{error}");

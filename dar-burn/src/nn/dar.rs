@@ -4,7 +4,7 @@ use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
 use super::attn_res::check_tying;
-use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless};
+use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::params::zeros;
 use super::site::DarSite;
 use crate::ops::{History, Retrieved, output_read, prefix, residual_read, residual_read_first, write, write_first};
@@ -63,7 +63,7 @@ pub struct DarConfig {
 impl DarConfig {
     /// Block form with `layers` Transformer layers (two branches each) a block; the full form is one layer a block.
     pub fn block(layers: usize) -> Self {
-        Self::new(2 * layers)
+        Self::new(layers.saturating_mul(2))
     }
 
     /// Refuses a configuration that cannot serve `layout`, with the reason.
@@ -80,13 +80,14 @@ impl DarConfig {
         check_tying("Dar", self.tying, block, layout)?;
         refuse_unless((0.0..1.0).contains(&self.write_gap), "Dar", "write_gap", self.write_gap, "a number in [0, 1)")?;
         refuse_unless(self.keep > 0.0 && self.keep < 1.0, "Dar", "keep", self.keep, "a number in (0, 1)")?;
-        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "Dar", "eps", self.eps, "a finite number ≥ 0")
+        refuse_unless_eps("Dar", self.eps)
     }
 
     /// The scheme for a model with this layout.
     ///
     /// # Panics
     /// If [`validate`](Self::validate) refuses, with its message.
+    #[track_caller]
     pub fn init(&self, layout: &BranchLayout, device: &Device) -> Dar {
         if let Err(error) = self.validate(layout) {
             panic!("{error}");

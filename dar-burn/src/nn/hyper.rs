@@ -2,7 +2,7 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 
-use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
+use super::layout::{BranchLayout, ResidualConfigError, refuse_unless, refuse_unless_eps, refuse_unless_f32};
 use super::params::{values, zeros};
 use crate::ops::{HyperWeights, StreamMaps, accumulator, hyper_maps, streams_read, streams_write};
 
@@ -31,14 +31,15 @@ impl HyperConfig {
     /// Refuses a configuration that no model can use, with the reason.
     pub fn validate(&self) -> Result<(), ResidualConfigError> {
         refuse_unless(self.streams > 0, "Hyper", "streams", self.streams, "at least 1")?;
-        refuse_unless(self.dynamic_scale.is_finite(), "Hyper", "dynamic_scale", self.dynamic_scale, "a finite number")?;
-        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "Hyper", "eps", self.eps, "a finite number ≥ 0")
+        refuse_unless_f32("Hyper", "dynamic_scale", self.dynamic_scale)?;
+        refuse_unless_eps("Hyper", self.eps)
     }
 
     /// The scheme for a model with this layout.
     ///
     /// # Panics
     /// If [`validate`](Self::validate) refuses, with its message.
+    #[track_caller]
     pub fn init(&self, layout: &BranchLayout, device: &Device) -> HyperConnections {
         if let Err(error) = self.validate() {
             panic!("{error}");

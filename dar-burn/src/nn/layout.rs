@@ -50,6 +50,22 @@ pub(super) fn refuse_unless(
     if fits { Ok(()) } else { Err(ResidualConfigError::new(scheme, field, got, expected)) }
 }
 
+/// Refuses a number that is not one in f32.
+pub(super) fn refuse_unless_f32(
+    scheme: &'static str,
+    field: &'static str,
+    got: f64,
+) -> Result<(), ResidualConfigError> {
+    let holds = got.abs() <= f64::from(f32::MAX);
+    refuse_unless(holds, scheme, field, got, "a finite number that f32 holds")
+}
+
+/// Refuses an epsilon of a norm.
+pub(super) fn refuse_unless_eps(scheme: &'static str, eps: f64) -> Result<(), ResidualConfigError> {
+    let fits = eps >= 0.0 && eps <= f64::from(f32::MAX);
+    refuse_unless(fits, scheme, "eps", eps, "a finite number ≥ 0 that f32 holds")
+}
+
 /// Which branches share the parameters of one residual site.
 #[derive(Config, Debug, Copy, PartialEq, Eq)]
 pub enum Tying {

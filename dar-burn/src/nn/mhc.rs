@@ -3,7 +3,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 
 use super::hyper::{HyperPending, finish_streams, read_streams, start_streams};
-use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
+use super::layout::{BranchLayout, ResidualConfigError, refuse_unless, refuse_unless_eps, refuse_unless_f32};
 use super::params::{logit, values, zeros};
 use crate::ops::{MhcWeights, SinkhornOrder, mhc_maps};
 
@@ -50,14 +50,15 @@ impl MhcConfig {
         )?;
         refuse_unless(self.iterations > 0, "Mhc", "iterations", self.iterations, "at least 1")?;
         refuse_unless(self.favour > 0.0 && self.favour < 1.0, "Mhc", "favour", self.favour, "a number in (0, 1)")?;
-        refuse_unless(self.own_logit.is_finite(), "Mhc", "own_logit", self.own_logit, "a finite number")?;
-        refuse_unless(self.eps.is_finite() && self.eps >= 0.0, "Mhc", "eps", self.eps, "a finite number ≥ 0")
+        refuse_unless_f32("Mhc", "own_logit", self.own_logit)?;
+        refuse_unless_eps("Mhc", self.eps)
     }
 
     /// The scheme for a model with this layout.
     ///
     /// # Panics
     /// If [`validate`](Self::validate) refuses, with its message.
+    #[track_caller]
     pub fn init(&self, layout: &BranchLayout, device: &Device) -> Mhc {
         if let Err(error) = self.validate() {
             panic!("{error}");

@@ -1,3 +1,5 @@
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use burn::config::Config;
 use burn::module::Module;
 use burn::tensor::{Device, Shape, Tensor};
@@ -124,6 +126,7 @@ impl ResidualConfig {
     ///
     /// # Panics
     /// If [`validate`](Self::validate) refuses, with its message.
+    #[track_caller]
     pub fn init(&self, layout: &BranchLayout, device: &Device) -> Residual {
         if let Err(error) = self.validate(layout) {
             panic!("{error}");
@@ -136,7 +139,9 @@ impl ResidualConfig {
             Self::Mhc(config) => Scheme::Mhc(config.init(layout, device)),
             Self::Cascade => Scheme::Cascade(Cascade::new()),
         };
-        Residual { scheme, d_model: layout.d_model, branches: layout.branches }
+        let mut hasher = DefaultHasher::new();
+        format!("{self:?} {layout:?}").hash(&mut hasher);
+        Residual { scheme, d_model: layout.d_model, branches: layout.branches, stamp: hasher.finish() }
     }
 }
 
@@ -154,6 +159,8 @@ pub struct Residual {
     scheme: Scheme,
     d_model: usize,
     branches: usize,
+    /// Of the configuration and the layout: a state of another residual is told by it.
+    stamp: u64,
 }
 
 /// The schemes and their parameters.
@@ -181,6 +188,7 @@ pub struct ResidualState<const D: usize> {
     carry: Carry,
     next: usize,
     shape: [usize; D],
+    stamp: u64,
 }
 
 /// What a read leaves for its write.
@@ -190,6 +198,7 @@ pub struct Pending<const D: usize> {
     carry: PendingCarry,
     branch: usize,
     shape: [usize; D],
+    stamp: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -222,6 +231,15 @@ impl Residual {
         &mut self.scheme
     }
 
+    /// Panics unless a state or a pending write is of a residual with this configuration and layout.
+    #[track_caller]
+    fn check_stamp(&self, operation: &'static str, argument: &'static str, stamp: u64) {
+        if stamp != self.stamp {
+            let got = "of a residual with another configuration or layout";
+            require::<()>(Err(KernelError::value(operation, argument, "one that this residual made", got)));
+        }
+    }
+
     /// Branches that one pass reads and writes.
     pub fn branches(&self) -> usize {
         self.branches
@@ -234,6 +252,7 @@ impl Residual {
     ///
     /// # Panics
     /// If the last axis is not `d_model`.
+    #[track_caller]
     pub fn start<const D: usize>(&self, embedding: Tensor<D>) -> ResidualState<D> {
         let shape = embedding.dims();
         let mut expected = shape;
@@ -248,7 +267,7 @@ impl Residual {
             Scheme::Mhc(scheme) => Carry::Streams(scheme.start(x)),
             Scheme::Cascade(scheme) => Carry::Cascade(scheme.start(x)),
         };
-        ResidualState { carry, next: 0, shape }
+        ResidualState { carry, next: 0, shape, stamp: self.stamp }
     }
 
     /// The input of the next branch, and what its write will need.
@@ -257,9 +276,11 @@ impl Residual {
     /// - output: the shape of the embedding
     ///
     /// # Panics
-    /// If all branches have been read, or the state is of another scheme.
+    /// If all branches have been read, or the state is of another residual.
+    #[track_caller]
     pub fn read<const D: usize>(&self, state: ResidualState<D>) -> (Tensor<D>, Pending<D>) {
-        let ResidualState { carry, next: branch, shape } = state;
+        let ResidualState { carry, next: branch, shape, stamp } = state;
+        self.check_stamp("Residual::read", "state", stamp);
         if branch >= self.branches {
             require::<()>(Err(KernelError::value(
                 "Residual::read",
@@ -275,9 +296,9 @@ impl Residual {
             (Scheme::Hyper(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
             (Scheme::Mhc(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
-            _ => foreign("Residual::read", "state"),
+            _ => unreachable!("the stamp tells the scheme"),
         };
-        (unflatten(input, shape), Pending { carry, branch, shape })
+        (unflatten(input, shape), Pending { carry, branch, shape, stamp })
     }
 
     /// Writes the output of the branch whose read left `pending`.
@@ -286,9 +307,11 @@ impl Residual {
     /// - `output`: the shape of the embedding
     ///
     /// # Panics
-    /// If shape, element type or device of `output` differ from the state, or `pending` is of another scheme.
+    /// If shape, element type or device of `output` differ from the state, or `pending` is of another residual.
+    #[track_caller]
     pub fn write<const D: usize>(&self, pending: Pending<D>, output: Tensor<D>) -> ResidualState<D> {
-        let Pending { carry, branch, shape } = pending;
+        let Pending { carry, branch, shape, stamp } = pending;
+        self.check_stamp("Residual::write", "pending", stamp);
         require_shape("Residual::write", "output", "the shape of the embedding", shape, &output);
         carry.check(&output);
         let output = flatten(output);
@@ -304,15 +327,16 @@ impl Residual {
             (Scheme::Cascade(scheme), PendingCarry::Cascade(pending)) => {
                 Carry::Cascade(scheme.write(branch, pending, output))
             }
-            _ => foreign("Residual::write", "pending"),
+            _ => unreachable!("the stamp tells the scheme"),
         };
-        ResidualState { carry, next: branch + 1, shape }
+        ResidualState { carry, next: branch + 1, shape, stamp }
     }
 
     /// Read, `branch`, write.
     ///
     /// # Panics
     /// As [`read`](Self::read) and [`write`](Self::write).
+    #[track_caller]
     pub fn branch<const D: usize>(
         &self,
         state: ResidualState<D>,
@@ -328,9 +352,11 @@ impl Residual {
     /// - output: the shape of the embedding
     ///
     /// # Panics
-    /// If branches are left to read, or the state is of another scheme.
+    /// If branches are left to read, or the state is of another residual.
+    #[track_caller]
     pub fn finish<const D: usize>(&self, state: ResidualState<D>) -> Tensor<D> {
-        let ResidualState { carry, next, shape } = state;
+        let ResidualState { carry, next, shape, stamp } = state;
+        self.check_stamp("Residual::finish", "state", stamp);
         if next != self.branches {
             require::<()>(Err(KernelError::value(
                 "Residual::finish",
@@ -346,7 +372,7 @@ impl Residual {
             (Scheme::Hyper(scheme), Carry::Streams(state)) => scheme.finish(state),
             (Scheme::Mhc(scheme), Carry::Streams(state)) => scheme.finish(state),
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => scheme.finish(state),
-            _ => foreign("Residual::finish", "state"),
+            _ => unreachable!("the stamp tells the scheme"),
         };
         unflatten(hidden, shape)
     }
@@ -387,10 +413,4 @@ fn unflatten<const D: usize>(x: Tensor<2>, shape: [usize; D]) -> Tensor<D> {
     } else {
         x.reshape(shape)
     }
-}
-
-#[track_caller]
-fn foreign(operation: &'static str, argument: &'static str) -> ! {
-    let error = KernelError::value(operation, argument, "one that this residual made", "of another scheme");
-    panic!("{error}")
 }

@@ -5,6 +5,9 @@ use super::params::{logit, values, zeros};
 use crate::ops::{GateWeights, SiteWeights};
 
 /// One gate: `sigmoid(scale * (norm(x) W) + bias)`.
+///
+/// Equations 14 and 16 have no `scale`. The paper's parameter tables count 8 scalars a site, which five biases and one
+/// learnable scale a gate give, as in mHC; at its initial 1 the equations hold as printed.
 #[derive(Module, Debug)]
 pub struct Gate {
     /// `[2 * d_model, outputs]`, starts at zero.
@@ -40,7 +43,8 @@ pub struct DarSite {
     pub alpha: Gate,
     /// Scales the writes (14, 17); the gate is twice its sigmoid.
     pub beta: Gate,
-    /// Keeps or exchanges the partial streams (16).
+    /// Keeps or exchanges the partial streams (16). A block's first branch has none to keep: where a site serves no other
+    /// branch, this gate is unused and has no gradient. It is there because the paper's tables count it.
     pub rho: Gate,
 }
 

@@ -48,6 +48,7 @@ impl History {
     ///
     /// # Panics
     /// If `streams` or `d_model` is zero, or `eps` is negative or not finite.
+    #[track_caller]
     pub fn new(embedding: Tensor<3>, eps: f64) -> Self {
         let dims = Dims::of_state(embedding.dims());
         if dims.streams == 0 || dims.d_model == 0 {
@@ -71,6 +72,7 @@ impl History {
     ///
     /// # Panics
     /// If shape, element type or device differ from the entries.
+    #[track_caller]
     pub fn append(self, state: Tensor<3>) -> Self {
         self.check("History::append", "state", &state);
         let eps = self.eps;
@@ -85,6 +87,7 @@ impl History {
     ///
     /// # Panics
     /// As [`History::append`].
+    #[track_caller]
     pub fn append_with_value(self, state: Tensor<3>, value: Tensor<3>) -> Self {
         self.check("History::append_with_value", "state", &state);
         self.check("History::append_with_value", "value", &value);
@@ -148,6 +151,7 @@ impl History {
 ///
 /// # Panics
 /// If `routing` does not fit the number of streams.
+#[track_caller]
 pub fn pack(history: &History, routing: Routing) -> (Tensor<4>, Tensor<4>) {
     check_routing("pack", routing, history.dims().streams);
     let pack_entry = |entry: &Entry| {

@@ -41,6 +41,7 @@ const SOFTMAX_FIRST_EPS: f64 = 1e-6;
 ///
 /// # Panics
 /// If the matrices are not square, or `iterations` is zero.
+#[track_caller]
 pub fn sinkhorn(logits: Tensor<3>, iterations: usize, order: SinkhornOrder) -> Tensor<3> {
     let [tokens, n, _] = logits.dims();
     require_shape("sinkhorn", "logits", "[tokens, n, n]", [tokens, n, n], &logits);
@@ -95,6 +96,7 @@ pub struct MhcWeights {
 ///
 /// # Panics
 /// If `weights` does not fit `streams`.
+#[track_caller]
 pub fn mhc_maps(
     streams: Tensor<3>,
     weights: &MhcWeights,
@@ -154,6 +156,7 @@ pub struct HyperWeights {
 ///
 /// # Panics
 /// If `weights` does not fit `streams`.
+#[track_caller]
 pub fn hyper_maps(streams: Tensor<3>, weights: &HyperWeights, eps: f64) -> StreamMaps {
     let Dims { tokens, streams: n, d_model } = Dims::of_state(streams.dims());
     require_shape("hyper_maps", "weights.static_pre", "[n]", [n], &weights.static_pre);
@@ -197,6 +200,7 @@ pub fn hyper_maps(streams: Tensor<3>, weights: &HyperWeights, eps: f64) -> Strea
 ///
 /// # Panics
 /// If `pre` does not fit `streams`.
+#[track_caller]
 pub fn streams_read(streams: Tensor<3>, pre: Tensor<2>) -> Tensor<2> {
     let Dims { tokens, streams: n, .. } = Dims::of_state(streams.dims());
     require_shape("streams_read", "pre", "[tokens, n]", [tokens, n], &pre);
@@ -214,6 +218,7 @@ pub fn streams_read(streams: Tensor<3>, pre: Tensor<2>) -> Tensor<2> {
 ///
 /// # Panics
 /// If an operand does not fit `streams`.
+#[track_caller]
 pub fn streams_write(streams: Tensor<3>, output: Tensor<2>, maps: &StreamMaps) -> Tensor<3> {
     let Dims { tokens, streams: n, d_model } = Dims::of_state(streams.dims());
     require_shape("streams_write", "output", "[tokens, d_model]", [tokens, d_model], &output);

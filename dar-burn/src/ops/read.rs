@@ -55,6 +55,7 @@ pub struct ResidualRead {
 ///
 /// # Panics
 /// If an operand does not fit `partial`, or there are not two streams.
+#[track_caller]
 pub fn residual_read(
     retrieved: Retrieved,
     partial: Tensor<3>,
@@ -78,6 +79,7 @@ pub fn residual_read(
 ///
 /// # Panics
 /// If `site` does not fit `retrieved`, or there are not two streams.
+#[track_caller]
 pub fn residual_read_first(retrieved: Tensor<3>, site: &SiteWeights, eps: f64) -> ResidualRead {
     check_site("residual_read_first", site, &retrieved);
     let dtype = retrieved.dtype();

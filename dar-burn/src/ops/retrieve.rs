@@ -32,6 +32,7 @@ pub struct Retrieved {
 ///
 /// # Panics
 /// If `queries` does not fit the history, or `routing` does not fit its number of streams.
+#[track_caller]
 pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Retrieved> {
     let Dims { tokens, streams, d_model } = history.dims();
     let branches = queries.dims()[0];
@@ -78,6 +79,7 @@ pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Re
 ///
 /// # Panics
 /// If an operand does not fit `partial`, or `routing` does not fit the number of streams.
+#[track_caller]
 pub fn merge(retrieved: Retrieved, partial: Tensor<3>, query: Tensor<2>, routing: Routing, eps: f64) -> Tensor<3> {
     check_merge("merge", &retrieved, &partial, &query, routing);
     let dtype = partial.dtype();
@@ -129,6 +131,7 @@ pub(crate) fn check_merge(
 ///
 /// # Panics
 /// If an operand does not fit the history.
+#[track_caller]
 pub fn attnres_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<1>) -> Tensor<2> {
     retrieve("attnres_read", history, partial, query.unsqueeze_dim(0), Routing::SelfKeyValue).squeeze_dim(1)
 }
@@ -143,6 +146,7 @@ pub fn attnres_read(history: &History, partial: Option<Tensor<3>>, query: Tensor
 ///
 /// # Panics
 /// If an operand does not fit the history.
+#[track_caller]
 pub fn output_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<2>, routing: Routing) -> Tensor<2> {
     let read = retrieve("output_read", history, partial, query, routing);
     let dtype = read.dtype();

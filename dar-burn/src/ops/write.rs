@@ -20,6 +20,7 @@ use super::numeric::{accumulate, exchange, require_device, require_dtype, requir
 ///
 /// # Panics
 /// If an operand does not fit `partial`.
+#[track_caller]
 pub fn write(partial: Tensor<3>, output: Tensor<2>, beta: Tensor<2>, rho: Tensor<2>) -> Tensor<3> {
     let Dims { tokens, d_model, .. } = Dims::of_state(partial.dims());
     require_shape("write", "partial", "[tokens, 2, d_model]", [tokens, 2, d_model], &partial);
@@ -43,6 +44,7 @@ pub fn write(partial: Tensor<3>, output: Tensor<2>, beta: Tensor<2>, rho: Tensor
 ///
 /// # Panics
 /// If `beta` does not fit `output`.
+#[track_caller]
 pub fn write_first(output: Tensor<2>, beta: Tensor<2>) -> Tensor<3> {
     let dtype = output.dtype();
     gated("write_first", output, beta).cast(dtype)
