@@ -1,0 +1,372 @@
+use std::path::Path;
+
+use cubecl::prelude::*;
+use dar_burn::Routing;
+use dar_burn::ops::prefix;
+use dar_kernels::prefix::{PrefixFwd, prefix_fwd};
+use dar_kernels::{KernelError, Reduction, Tuning};
+
+use super::support::{
+    BF16, Buffer, EPS, F16, F32, STORAGE, bound, clients, history, host, inverse_rms, reductions, stores, truth,
+};
+use crate::support::golden::{Case, case_files};
+use crate::support::host::{relative_error, values};
+
+/// One history and the queries of a block.
+#[derive(Debug, Clone)]
+struct Problem {
+    tokens: usize,
+    streams: usize,
+    d_model: usize,
+    entries: usize,
+    branches: usize,
+    routing: Routing,
+    eps: f64,
+    states: Vec<f64>,  // [entries, tokens, streams, d_model]
+    queries: Vec<f64>, // [branches, streams, d_model]
+}
+
+/// Outputs of a prefix.
+#[derive(Debug, Clone, PartialEq)]
+struct Found {
+    lse: Vec<f64>,   // [branches, tokens, streams]
+    logit: Vec<f64>, // [entries, branches, tokens, streams]
+    state: Vec<f64>, // [branches, tokens, streams, d_model]
+}
+
+impl Problem {
+    /// Logits of about ±`logits`; the scales of states differ by entry, so that a logit depends on the inverse RMS.
+    fn new(
+        [tokens, streams, d_model]: [usize; 3],
+        entries: usize,
+        branches: usize,
+        routing: Routing,
+        logits: f64,
+    ) -> Self {
+        let mut states = values(1, entries * tokens * streams * d_model, 1.0);
+        let length = tokens * streams * d_model;
+        for (k, x) in states.iter_mut().enumerate() {
+            *x *= [1.0, 4.0, 0.25][k / length % 3];
+        }
+        let queries = values(2, branches * streams * d_model, logits * 2.0 / (d_model as f64).sqrt());
+        Self { tokens, streams, d_model, entries, branches, routing, eps: EPS, states, queries }
+    }
+
+    fn golden(case: &Case) -> Self {
+        let states = case.tensor("H").unwrap().swap_axes(1); // [R, N, 2, D]
+        let queries = case.tensor("q").unwrap();
+        Self {
+            tokens: states.shape[1],
+            streams: 2,
+            d_model: states.shape[3],
+            entries: states.shape[0],
+            branches: queries.shape[0],
+            routing: routing(case),
+            eps: case.eps().unwrap(),
+            states: states.values,
+            queries: queries.values.clone(),
+        }
+    }
+
+    /// The kernel on a buffer with room for one entry more, which is NaN.
+    fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
+        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
+        let room = |values: &[f64], row: usize| {
+            values.iter().copied().chain(std::iter::repeat_n(f64::NAN, tokens * streams * row)).collect::<Vec<_>>()
+        };
+        let inv_rms = inverse_rms(&self.states, d_model, self.eps);
+        let value = Buffer::new(client, &[entries + 1, tokens, streams, d_model], dtype, &room(&self.states, d_model));
+        let inv_rms = Buffer::new(client, &[entries + 1, tokens, streams], F32, &room(&inv_rms, 1));
+        let query = Buffer::new(client, &[branches, streams, d_model], dtype, &self.queries);
+        let lse = Buffer::output(client, &[branches, tokens, streams], F32);
+        let logit = Buffer::output(client, &[entries, branches, tokens, streams], F32);
+        let state = Buffer::output(client, &[branches, tokens, streams, d_model], dtype);
+        let operands = PrefixFwd {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            state: state.operand(),
+            entries,
+        };
+        prefix_fwd(client, operands, self.routing, tuning).unwrap();
+        Found { lse: lse.read(), logit: logit.read(), state: state.read() }
+    }
+
+    /// The composed operation in f64.
+    fn truth(&self) -> Found {
+        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
+        let found = |entries: std::ops::Range<usize>| {
+            let length = tokens * streams * d_model;
+            let states = &self.states[entries.start * length..entries.end * length];
+            let history = history(states, [entries.len(), tokens, streams, d_model], self.eps);
+            prefix(&history, truth(&self.queries, [branches, streams, d_model]), self.routing)
+        };
+        let all = found(0..entries);
+        Found {
+            lse: all.iter().flat_map(|retrieved| host(retrieved.lse.clone())).collect(),
+            // The lse of one entry is its logit.
+            logit: (0..entries).flat_map(|r| found(r..r + 1)).flat_map(|retrieved| host(retrieved.lse)).collect(),
+            state: all.into_iter().flat_map(|retrieved| host(retrieved.state)).collect(),
+        }
+    }
+}
+
+impl Found {
+    #[track_caller]
+    fn assert_close(&self, truth: &Self, dtype: ElemType, about: &str) {
+        for (name, got, truth, bound) in [
+            // Half types round the states and queries, not what is computed from them.
+            ("lse", &self.lse, &truth.lse, 1e-5),
+            ("logit", &self.logit, &truth.logit, 1e-5),
+            ("state", &self.state, &truth.state, bound(dtype)),
+        ] {
+            let error = relative_error(got, truth, 1e-6);
+            assert!(error <= bound, "{about}, {dtype}: `{name}` is off by {error:.1e}, bound {bound:.1e}");
+        }
+    }
+}
+
+fn routing(case: &Case) -> Routing {
+    match case.text("routing").unwrap() {
+        "cross_key" => Routing::CrossKey,
+        "self" => Routing::SelfKeyValue,
+        "cross_value" => Routing::CrossValue,
+        "fixed" => Routing::FixedKeyValue,
+        other => panic!("routing `{other}`"),
+    }
+}
+
+/// The golden cases whose names start with `prefix`.
+fn golden_cases(prefix: &str) -> Vec<Case> {
+    let files = case_files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap();
+    let named = |file: &Path| file.file_name().unwrap().to_string_lossy().starts_with(prefix);
+    let cases: Vec<Case> = files.iter().filter(|file| named(file)).map(|file| Case::read(file).unwrap()).collect();
+    assert!(!cases.is_empty());
+    cases
+}
+
+#[test]
+fn golden() {
+    for (client, device) in clients() {
+        for case in golden_cases("prefix_") {
+            let problem = Problem::golden(&case);
+            // [S, 2, N] and [S, 2, N, D] as [S, N, 2] and [S, N, 2, D]
+            let lse = case.tensor("out.zeta").unwrap().swap_axes(1).values;
+            let state = case.tensor("out.hist").unwrap().swap_axes(1).values;
+            for dtype in STORAGE {
+                if !stores(&client, dtype) {
+                    continue;
+                }
+                for tuning in reductions(&client) {
+                    let found = problem.run(&client, dtype, tuning);
+                    let about = format!("{} on {device}, {tuning:?}", case.name);
+                    // Every type represents the inputs, so that only the state is rounded.
+                    let least = if case.is_extreme() { 1e-3 } else { 1e-5 };
+                    for (got, truth, bound) in
+                        [(&found.lse, &lse, least), (&found.state, &state, bound(dtype).max(least))]
+                    {
+                        let error = relative_error(got, truth, 1e-6);
+                        assert!(error <= bound, "{about}, {dtype}: off by {error:.1e}, bound {bound:.1e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One column, an odd width in one unit each, two lanes, and 257: no vectors and more columns than units.
+#[test]
+fn any_width() {
+    for (client, device) in clients() {
+        for d_model in [1, 3, 37, 130, 257] {
+            let problem = Problem::new([5, 2, d_model], 3, 2, Routing::CrossKey, 3.0);
+            let truth = problem.truth();
+            for tuning in reductions(&client) {
+                let about = format!("d_model {d_model} on {device}, {tuning:?}");
+                problem.run(&client, F32, tuning).assert_close(&truth, F32, &about);
+            }
+        }
+    }
+}
+
+/// No token, one; no full chunk, one entry past a chunk, many; logits whose exponentials overflow.
+#[test]
+fn any_tokens_entries_and_logits() {
+    for (client, device) in clients() {
+        for tokens in [0, 1, 5] {
+            for entries in [1, 5, 64] {
+                for logits in [1.0, 1e4] {
+                    let problem = Problem::new([tokens, 2, 24], entries, 4, Routing::CrossKey, logits);
+                    let about = format!("{tokens} tokens, {entries} entries, logits {logits} on {device}");
+                    let found = problem.run(&client, F32, Tuning::default());
+                    let truth = problem.truth();
+                    // An f32 logit of 1e4 is uncertain by 1e-3, which its exponential passes on.
+                    let bounds = if logits > 1.0 { [1e-5, 1e-5, 2e-2] } else { [1e-5; 3] };
+                    let pairs = [(&found.lse, &truth.lse), (&found.logit, &truth.logit), (&found.state, &truth.state)];
+                    for ((got, truth), bound) in pairs.into_iter().zip(bounds) {
+                        let error = relative_error(got, truth, 1e-6);
+                        assert!(error <= bound, "{about}: off by {error:.1e}, bound {bound:.1e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One stream (AttnRes), and more queries than one pass takes.
+#[test]
+fn one_stream_and_many_queries() {
+    for (client, device) in clients() {
+        for (streams, branches, routing) in [(1, 3, Routing::SelfKeyValue), (2, 11, Routing::CrossKey)] {
+            let problem = Problem::new([3, streams, 24], 3, branches, routing, 3.0);
+            let about = format!("{streams} stream(s), {branches} queries on {device}");
+            problem.run(&client, F32, Tuning::default()).assert_close(&problem.truth(), F32, &about);
+        }
+    }
+}
+
+#[test]
+fn more_cubes_than_one_axis_allows() {
+    for (client, device) in clients() {
+        let most = client.properties().hardware.max_cube_count.0 as usize;
+        if most > 1 << 20 {
+            continue; // the limit of other axes only
+        }
+        let problem = Problem::new([most + 3, 1, 1], 1, 1, Routing::SelfKeyValue, 3.0);
+        let found = problem.run(&client, F32, Tuning::default());
+        // One entry is retrieved as it is.
+        assert!(relative_error(&found.state, &problem.states, 1e-6) <= 1e-6, "{device}");
+    }
+}
+
+#[test]
+fn reruns_are_bit_identical() {
+    for (client, device) in clients() {
+        let problem = Problem::new([5, 2, 130], 5, 2, Routing::CrossKey, 3.0);
+        for tuning in reductions(&client) {
+            let first = problem.run(&client, F32, tuning);
+            for _ in 0..3 {
+                assert_eq!(problem.run(&client, F32, tuning), first, "{device}, {tuning:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_token_never_leaks_into_another() {
+    for (client, device) in clients() {
+        let clean = Problem::new([5, 2, 24], 5, 4, Routing::CrossKey, 3.0);
+        let truth = clean.truth();
+        for poison in [f64::NAN, f64::INFINITY] {
+            let mut problem = clean.clone();
+            problem.states[(5 + 2) * 2 * 24] = poison; // entry 1, token 2
+            let mut found = problem.run(&client, F32, Tuning::default());
+            assert!(
+                found.state[2 * 2 * 24..][..2 * 24].iter().any(|x| !x.is_finite()),
+                "{poison} vanished on {device}"
+            );
+            for (got, truth, row) in [
+                (&mut found.lse, &truth.lse, 2),
+                (&mut found.logit, &truth.logit, 2),
+                (&mut found.state, &truth.state, 48),
+            ] {
+                for (k, (got, truth)) in got.chunks_mut(row).zip(truth.chunks(row)).enumerate() {
+                    if k % 5 == 2 {
+                        got.copy_from_slice(truth);
+                    }
+                }
+            }
+            found.assert_close(&truth, F32, &format!("{poison} on {device}"));
+        }
+    }
+}
+
+#[test]
+fn refusals_name_operation_argument_expected_and_got() {
+    for (client, _) in clients() {
+        let f64 = ElemType::Float(cubecl::ir::FloatKind::F64);
+        let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
+        let (value, inv_rms, query) = (buffer(&[3, 5, 2, 8]), buffer(&[3, 5, 2]), buffer(&[4, 2, 8]));
+        let (lse, logit, state) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[4, 5, 2, 8]));
+        let right = PrefixFwd {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            state: state.operand(),
+            entries: 3,
+        };
+        let run = |operands, routing| prefix_fwd(&client, operands, routing, Tuning::default());
+        assert_eq!(run(right, Routing::CrossKey), Ok(()));
+
+        let short = buffer(&[4, 5, 2, 7]);
+        let refused: Vec<(Result<(), KernelError>, &[&str])> = vec![
+            (run(PrefixFwd { entries: 0, ..right }, Routing::CrossKey), &["`entries` is 0", "1 to 3"]),
+            (run(PrefixFwd { entries: 4, ..right }, Routing::CrossKey), &["`entries` is 4", "1 to 3"]),
+            (
+                run(PrefixFwd { query: lse.operand(), ..right }, Routing::CrossKey),
+                &["`query`", "[4, 5, 2]", "[4, 2, 8]"],
+            ),
+            (
+                run(PrefixFwd { value: inv_rms.operand(), ..right }, Routing::CrossKey),
+                &["`value`", "[3, 5, 2]", "[capacity, tokens, streams, d_model]"],
+            ),
+            (
+                run(
+                    PrefixFwd { value: dar_kernels::Operand { dtype: f64, ..right.value }, ..right },
+                    Routing::CrossKey,
+                ),
+                &["`value`", "f64", "f32, f16 or bf16"],
+            ),
+            (
+                run(PrefixFwd { lse: dar_kernels::Operand { dtype: F16, ..right.lse }, ..right }, Routing::CrossKey),
+                &["`lse`", "f16", "f32"],
+            ),
+            (
+                run(
+                    PrefixFwd { state: dar_kernels::Operand { shape: right.state.shape, ..short.operand() }, ..right },
+                    Routing::CrossKey,
+                ),
+                &["`state`", "1280 bytes", "1120 bytes"],
+            ),
+        ];
+        for (result, parts) in refused {
+            let message = result.unwrap_err().to_string();
+            assert!(message.starts_with("prefix_fwd: "), "{message}");
+            for part in parts {
+                assert!(message.contains(part), "{message} does not name {part}");
+            }
+        }
+        if !client.properties().supports_type(BF16) {
+            let bf16 = dar_kernels::Operand { dtype: BF16, ..right.value };
+            let message = run(PrefixFwd { value: bf16, ..right }, Routing::CrossKey).unwrap_err().to_string();
+            assert!(message.contains("bf16") && message.contains("f32 or f16"), "{message}");
+        }
+        let (value, inv_rms, query) = (buffer(&[1, 5, 3, 8]), buffer(&[1, 5, 3]), buffer(&[1, 3, 8]));
+        let three = PrefixFwd {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            entries: 1,
+            ..right
+        };
+        let message = run(three, Routing::CrossKey).unwrap_err().to_string();
+        assert!(message.contains("`routing` is CrossKey") && message.contains("3 stream(s)"), "{message}");
+    }
+}
+
+/// The plane path is what a device with planes takes by itself.
+#[test]
+fn planes_where_the_device_has_them() {
+    for (client, _) in clients() {
+        let has = client.features().plane.contains(cubecl::features::Plane::Ops);
+        if !has {
+            assert_eq!(Reduction::of_device(&client), Reduction::Shared);
+        } else if let Ok(planes) = Reduction::forced_planes(&client) {
+            assert_eq!(Reduction::of_device(&client), planes);
+        }
+    }
+}
