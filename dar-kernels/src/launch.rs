@@ -36,6 +36,9 @@ pub(crate) struct Row {
 }
 
 impl Row {
+    /// For a kernel that keeps no column in registers.
+    pub(crate) const ANY_COLUMNS: usize = usize::MAX;
+
     /// The smallest cube that covers `vectors`, up to [`USUAL_UNITS`], past them only while a unit would hold more than
     /// `most_columns`.
     pub(crate) fn choose(client: &Client, vectors: usize, most_columns: usize, reduction: Reduction) -> Self {

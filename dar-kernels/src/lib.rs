@@ -76,12 +76,17 @@
 
 mod dims;
 mod error;
+mod gate;
 mod launch;
+mod numeric;
 mod operand;
+pub mod pack;
 pub mod prefix;
+pub mod read;
 mod reduce;
 mod routing;
 mod softmax;
+pub mod write;
 
 pub use dims::Dims;
 pub use error::KernelError;

@@ -2,7 +2,7 @@ use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::KernelError;
+use crate::{Dims, KernelError};
 
 /// A tensor of a caller: row-major, contiguous, on the device of the client.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +47,50 @@ impl Check {
         Self { operation, longest: 0 }
     }
 
+    /// The sizes of a state.
+    pub(crate) fn state(&self, argument: &'static str, operand: &Operand) -> Result<Dims, KernelError> {
+        let &[tokens, streams, d_model] = operand.shape else {
+            return Err(self.wrong_shape(argument, operand, "[tokens, streams, d_model]"));
+        };
+        if streams == 0 || d_model == 0 {
+            return Err(self.wrong_shape(
+                argument,
+                operand,
+                "[tokens, streams, d_model] with streams ≥ 1 and d_model ≥ 1",
+            ));
+        }
+        Ok(Dims { tokens, streams, d_model })
+    }
+
+    /// `[tokens, d_model]` of the input or the output of a branch.
+    pub(crate) fn branch(&self, argument: &'static str, operand: &Operand) -> Result<[usize; 2], KernelError> {
+        match *operand.shape {
+            [tokens, d_model] if d_model > 0 => Ok([tokens, d_model]),
+            _ => Err(self.wrong_shape(argument, operand, "[tokens, d_model] with d_model ≥ 1")),
+        }
+    }
+
+    /// The capacity of a history, which has room for entry `entry`.
+    pub(crate) fn room(&self, argument: &'static str, operand: &Operand, entry: usize) -> Result<usize, KernelError> {
+        match *operand.shape {
+            [capacity, _, _, _] if entry < capacity => Ok(capacity),
+            [_, _, _, _] => Err(self.wrong_shape(
+                argument,
+                operand,
+                &format!("[capacity, tokens, streams, d_model] with capacity ≥ {}", entry + 1),
+            )),
+            _ => Err(self.wrong_shape(argument, operand, "[capacity, tokens, streams, d_model]")),
+        }
+    }
+
+    /// `eps` is a finite number ≥ 0.
+    pub(crate) fn eps(&mut self, eps: f64) -> Result<&mut Self, KernelError> {
+        if eps.is_finite() && eps >= 0.0 {
+            return Ok(self);
+        }
+        Err(KernelError::value(self.operation, "eps", "a finite number ≥ 0", eps))
+    }
+
     /// `operand` has this shape, and its buffer holds it: a kernel would read a too short one as zeros on some devices
     /// and past its end on others.
     pub(crate) fn shape(
@@ -56,7 +100,7 @@ impl Check {
         axes: &str,
         expected: &[usize],
     ) -> Result<&mut Self, KernelError> {
-        crate::Dims::expect(self.operation, argument, axes, expected, operand.shape)?;
+        Dims::expect(self.operation, argument, axes, expected, operand.shape)?;
         let (needed, held) = (operand.elements() * operand.dtype.size(), operand.handle.size_in_used());
         if held < needed as u64 {
             return Err(KernelError::value(
@@ -111,6 +155,11 @@ impl Check {
             format!("at most {}, as {} has 32-bit indices only", u32::MAX, client.name()),
             self.longest,
         ))
+    }
+
+    fn wrong_shape(&self, argument: &'static str, operand: &Operand, expected: &str) -> KernelError {
+        let got = operand.shape.to_vec();
+        KernelError::Shape { operation: self.operation, argument, expected: expected.into(), got }
     }
 
     fn wrong_type(&self, argument: &'static str, operand: &Operand, expected: String) -> KernelError {

@@ -194,14 +194,3 @@ fn plane_sums(values: &mut Array<f32>, #[comptime] count: usize, #[comptime] siz
         }
     }
 }
-
-/// The sum of the lanes of a vector.
-#[cube]
-pub(crate) fn lane_sum<N: Size>(vector: Vector<f32, N>) -> f32 {
-    let mut sum = vector.extract(0usize);
-    #[unroll]
-    for lane in 1usize..N::value() {
-        sum += vector.extract(lane);
-    }
-    sum
-}

@@ -5,6 +5,7 @@
 //! raise(top):     m' = max(m, top);  scale = exp(m - m');  Z = Z scale;  m = m'   (what was accumulated is scaled too)
 //! push(a <= m):   w = exp(a - m);  Z = Z + w                                      (A.3)
 //! lse:            m + ln Z                                                        (A.5)
+//! merge of a finished softmax with one candidate: from_lse, raise, push           (A.9)
 //! ```
 //!
 //! A chunk of candidates raises once and pushes each. Raising an empty state scales nothing by one, so merging with an
@@ -35,6 +36,12 @@ impl OnlineSoftmax {
             partition[k] = f32::new(0.0);
         }
         OnlineSoftmax { max, partition }
+    }
+
+    /// State `k` becomes a finished softmax: what was accumulated is already divided by its partition.
+    pub(crate) fn from_lse(&mut self, #[comptime] k: usize, lse: f32) {
+        self.max[k] = lse;
+        self.partition[k] = f32::new(1.0);
     }
 
     /// Makes room for logits up to `top` and returns the factor for everything accumulated so far.

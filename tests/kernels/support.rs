@@ -1,14 +1,19 @@
 //! Buffers of a CubeCL client from and to float64.
 
+use std::path::Path;
+
 use burn::backend::DispatchDevice;
 use burn::tensor::{Tensor, TensorData};
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use dar_burn::Routing;
 use dar_burn::ops::History;
 use dar_kernels::{Operand, Reduction, Tuning};
 
 use crate::support::devices::{devices, flex, say};
+use crate::support::golden::{Case, case_files};
+use crate::support::host::relative_error;
 
 pub const EPS: f64 = 1e-6;
 pub const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -113,4 +118,44 @@ pub fn history(states: &[f64], [entries, tokens, streams, d_model]: [usize; 4], 
 pub fn inverse_rms(states: &[f64], d_model: usize, eps: f64) -> Vec<f64> {
     let mean_square = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>() / d_model as f64;
     states.chunks(d_model).map(|row| 1.0 / (mean_square(row) + eps).sqrt()).collect()
+}
+
+/// The routing of a golden case.
+pub fn routing(case: &Case) -> Routing {
+    match case.text("routing").unwrap() {
+        "cross_key" => Routing::CrossKey,
+        "self" => Routing::SelfKeyValue,
+        "cross_value" => Routing::CrossValue,
+        "fixed" => Routing::FixedKeyValue,
+        other => panic!("routing `{other}`"),
+    }
+}
+
+/// The golden cases whose names start with `prefix`.
+pub fn golden_cases(prefix: &str) -> Vec<Case> {
+    let files = case_files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap();
+    let named = |file: &Path| file.file_name().unwrap().to_string_lossy().starts_with(prefix);
+    let cases: Vec<Case> = files.iter().filter(|file| named(file)).map(|file| Case::read(file).unwrap()).collect();
+    assert!(!cases.is_empty());
+    cases
+}
+
+/// Every pair of `pairs` (name, got, truth, bound) is within its bound.
+#[track_caller]
+pub fn assert_close(about: &str, pairs: &[(&str, &[f64], &[f64], f64)]) {
+    for (name, got, truth, bound) in pairs {
+        let error = relative_error(got, truth, 1e-6);
+        assert!(error <= *bound, "{about}: `{name}` is off by {error:.1e}, bound {bound:.1e}");
+    }
+}
+
+/// Every `width`-th row of `token` in `got` (rows of `width`, tokens cycling with period `tokens`) is not finite somewhere,
+/// and every other row equals `clean` bit for bit.
+#[track_caller]
+pub fn assert_only_token(about: &str, got: &[f64], clean: &[f64], [tokens, token, width]: [usize; 3]) {
+    for (row, (got, clean)) in got.chunks(width).zip(clean.chunks(width)).enumerate() {
+        assert!(row % tokens == token || got == clean, "{about}: token {token} leaked into row {row}");
+    }
+    let mut own = got.chunks(width).skip(token).step_by(tokens).flatten();
+    assert!(own.any(|x| !x.is_finite()), "{about}: what is not finite vanished");
 }

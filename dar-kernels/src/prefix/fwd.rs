@@ -2,8 +2,9 @@ use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, choose};
 use crate::launch::{Tuning, cube_count, cube_index};
+use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
-use crate::reduce::{CubeSum, lane_sum};
+use crate::reduce::CubeSum;
 use crate::softmax::{FLOOR, OnlineSoftmax};
 use crate::{Dims, KernelError, Routing};
 
@@ -35,26 +36,17 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
     const NAME: &str = "prefix_fwd";
     let PrefixFwd { value, inv_rms, query, lse, logit, state, entries } = operands;
 
-    let &[capacity, tokens, streams, d_model] = value.shape else {
-        return Err(KernelError::Shape {
-            operation: NAME,
-            argument: "value",
-            expected: "[capacity, tokens, streams, d_model]".into(),
-            got: value.shape.to_vec(),
-        });
-    };
+    let mut check = Check::of(NAME);
+    let capacity = check.room("value", &value, entries.saturating_sub(1))?;
+    let dims = Dims::of_state([value.shape[1], value.shape[2], value.shape[3]]);
+    let Dims { tokens, streams, d_model } = dims;
     let branches = query.shape.first().copied().unwrap_or(0);
-    let dims = Dims { tokens, streams, d_model };
-    for (argument, size) in [("d_model", d_model), ("streams", streams), ("branches", branches)] {
+    for (argument, size) in [("entries", entries), ("branches", branches), ("streams", streams), ("d_model", d_model)] {
         if size == 0 {
             return Err(KernelError::value(NAME, argument, "at least 1", size));
         }
     }
-    if entries == 0 || entries > capacity {
-        return Err(KernelError::value(NAME, "entries", format!("1 to {capacity}, the room of `value`"), entries));
-    }
     routing.check(NAME, streams)?;
-    let mut check = Check::of(NAME);
     check
         .storage("value", &value, client)?
         .storage("query", &query, client)?
