@@ -8,5 +8,9 @@ pub(crate) const ALPHA: usize = 0;
 pub(crate) const BETA: usize = 2;
 /// The transport gate.
 pub(crate) const RHO: usize = 4;
+/// The query's row of a site's weights, behind those of the gates.
+pub(crate) const QUERY: usize = 5;
+/// Rows of a site's weights, each for stream 0, then stream 1.
+pub(crate) const ROWS: usize = 6;
 /// Biases of all gates, then the scales of alpha, beta and rho.
 pub(crate) const SCALARS: usize = GATES + 3;

@@ -23,7 +23,7 @@ impl Tuning {
 
 /// Elements a vector: as wide as one load may be (16 bytes on most devices) and divides `d_model`.
 pub(crate) fn lanes(client: &Client, dtype: ElemType, d_model: usize) -> usize {
-    client.io_optimized_vector_sizes(dtype.size()).filter(|lanes| d_model % lanes == 0).max().unwrap_or(1)
+    client.io_optimized_vector_sizes(dtype.size()).filter(|lanes| d_model.is_multiple_of(*lanes)).max().unwrap_or(1)
 }
 
 /// One cube a row of `vectors`: how many units walk it, and how many vectors each unit keeps in registers.

@@ -85,6 +85,7 @@ pub mod prefix;
 pub mod read;
 mod reduce;
 mod routing;
+mod rows;
 mod softmax;
 pub mod write;
 

@@ -83,6 +83,26 @@ impl Check {
         }
     }
 
+    /// The sizes of an entry of a history of four axes.
+    pub(crate) fn history(&self, value: &Operand) -> Result<Dims, KernelError> {
+        match *value.shape {
+            [_, tokens, streams @ (1..), d_model @ (1..)] => Ok(Dims { tokens, streams, d_model }),
+            _ => Err(self.wrong_shape(
+                "value",
+                value,
+                "[capacity, tokens, streams, d_model] with streams ≥ 1 and d_model ≥ 1",
+            )),
+        }
+    }
+
+    /// The length of the first axis, at least one.
+    pub(crate) fn leading(&self, argument: &'static str, operand: &Operand) -> Result<usize, KernelError> {
+        match *operand.shape {
+            [length @ (1..), ..] => Ok(length),
+            _ => Err(self.wrong_shape(argument, operand, "a first axis of length ≥ 1")),
+        }
+    }
+
     /// `eps` is a finite number ≥ 0.
     pub(crate) fn eps(&mut self, eps: f64) -> Result<&mut Self, KernelError> {
         if eps.is_finite() && eps >= 0.0 {
@@ -157,7 +177,7 @@ impl Check {
         ))
     }
 
-    fn wrong_shape(&self, argument: &'static str, operand: &Operand, expected: &str) -> KernelError {
+    pub(crate) fn wrong_shape(&self, argument: &'static str, operand: &Operand, expected: &str) -> KernelError {
         let got = operand.shape.to_vec();
         KernelError::Shape { operation: self.operation, argument, expected: expected.into(), got }
     }

@@ -76,13 +76,11 @@ fn plane_size(client: &Client) -> Option<u32> {
     (size == hardware.plane_size_min && size.is_power_of_two() && size > 1).then_some(size)
 }
 
-/// Shared memory for `count` sums at a time over a cube of `units` (a power of two) along x.
+/// Shared memory for up to `count` sums at a time over a cube of `units` (a power of two) along x.
 #[derive(CubeType)]
 pub(crate) struct CubeSum {
     partial: Shared<[f32]>,
     total: Shared<[f32]>,
-    #[cube(comptime)]
-    count: usize,
     #[cube(comptime)]
     units: usize,
     #[cube(comptime)]
@@ -99,15 +97,14 @@ impl CubeSum {
         CubeSum {
             partial: Shared::new_slice(comptime!(count * partials)),
             total: Shared::new_slice(count),
-            count,
             units,
             reduction,
         }
     }
 
-    /// Replaces every value by its sum over the cube.
+    /// Replaces every value by its sum over the cube: as many as there is room for, or fewer.
     pub(crate) fn sum(&mut self, values: &mut Array<f32>) {
-        let count = comptime!(self.count);
+        let count = values.len();
         let units = comptime!(self.units);
         match comptime!(self.reduction) {
             Reduction::Planes(size) => {
@@ -115,14 +112,14 @@ impl CubeSum {
                 let planes = comptime!(units / size as usize);
                 if comptime!(planes > 1) {
                     let plane = UNIT_POS_X / size;
-                    if UNIT_POS_X % size == 0 {
+                    if UNIT_POS_X.is_multiple_of(size) {
                         #[unroll]
                         for k in 0..count {
                             self.partial[k * planes + plane as usize] = values[k];
                         }
                     }
                     sync_cube();
-                    self.total_of_rows(planes, planes);
+                    self.total_of_rows(count, planes, planes);
                     self.read(values);
                 }
             }
@@ -151,15 +148,14 @@ impl CubeSum {
                     }
                     sync_cube();
                 }
-                self.total_of_rows(units, folds);
+                self.total_of_rows(count, units, folds);
                 self.read(values);
             }
         }
     }
 
     /// `total[k] = sum of partial[k * stride ..][.. length]`
-    fn total_of_rows(&mut self, #[comptime] stride: usize, #[comptime] length: usize) {
-        let count = comptime!(self.count);
+    fn total_of_rows(&mut self, #[comptime] count: usize, #[comptime] stride: usize, #[comptime] length: usize) {
         let units = comptime!(self.units);
         #[unroll]
         for round in 0..comptime!(count.div_ceil(units)) {
@@ -177,7 +173,7 @@ impl CubeSum {
 
     fn read(&self, values: &mut Array<f32>) {
         #[unroll]
-        for k in 0..comptime!(self.count) {
+        for k in 0..values.len() {
             values[k] = self.total[k];
         }
     }
@@ -190,7 +186,7 @@ fn plane_sums(values: &mut Array<f32>, #[comptime] count: usize, #[comptime] siz
     for step in 0..comptime!(size.ilog2()) {
         #[unroll]
         for k in 0..count {
-            values[k] = values[k] + plane_shuffle_xor(values[k], comptime!(1u32 << step));
+            values[k] += plane_shuffle_xor(values[k], comptime!(1u32 << step));
         }
     }
 }

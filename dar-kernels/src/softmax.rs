@@ -5,7 +5,7 @@
 //! raise(top):     m' = max(m, top);  scale = exp(m - m');  Z = Z scale;  m = m'   (what was accumulated is scaled too)
 //! push(a <= m):   w = exp(a - m);  Z = Z + w                                      (A.3)
 //! lse:            m + ln Z                                                        (A.5)
-//! merge of a finished softmax with one candidate: from_lse, raise, push           (A.9)
+//! merge of a finished softmax with one candidate: resume, raise, push             (A.9)
 //! ```
 //!
 //! A chunk of candidates raises once and pushes each. Raising an empty state scales nothing by one, so merging with an
@@ -38,8 +38,8 @@ impl OnlineSoftmax {
         OnlineSoftmax { max, partition }
     }
 
-    /// State `k` becomes a finished softmax: what was accumulated is already divided by its partition.
-    pub(crate) fn from_lse(&mut self, #[comptime] k: usize, lse: f32) {
+    /// State `k` goes on from a finished softmax: what was accumulated is already divided by its partition.
+    pub(crate) fn resume(&mut self, #[comptime] k: usize, lse: f32) {
         self.max[k] = lse;
         self.partition[k] = f32::new(1.0);
     }
@@ -49,14 +49,14 @@ impl OnlineSoftmax {
         let max = max(self.max[k], top);
         let scale = (self.max[k] - max).exp();
         self.max[k] = max;
-        self.partition[k] = self.partition[k] * scale;
+        self.partition[k] *= scale;
         scale
     }
 
     /// Takes in `logit`, which is not above the last `raise`, and returns the weight of its value.
     pub(crate) fn push(&mut self, #[comptime] k: usize, logit: f32) -> f32 {
         let weight = (logit - self.max[k]).exp();
-        self.partition[k] = self.partition[k] + weight;
+        self.partition[k] += weight;
         weight
     }
 

@@ -1,12 +1,15 @@
 use cubecl::prelude::*;
 use dar_burn::Routing;
 use dar_burn::ops::prefix;
-use dar_kernels::prefix::{PrefixFwd, prefix_fwd};
+use dar_kernels::prefix::{
+    PrefixBwdHistory, PrefixBwdQuery, PrefixBwdShift, PrefixFwd, prefix_bwd_history, prefix_bwd_query,
+    prefix_bwd_shift, prefix_fwd,
+};
 use dar_kernels::{KernelError, Reduction, Tuning};
 
 use super::support::{
-    BF16, Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, history, host,
-    inverse_rms, reductions, routing, stores, truth,
+    BF16, Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient,
+    history, host, inverse_rms, leaf, reductions, routing, stores, truth,
 };
 use crate::support::golden::Case;
 use crate::support::host::{relative_error, values};
@@ -99,7 +102,7 @@ impl Problem {
         let found = |entries: std::ops::Range<usize>| {
             let length = tokens * streams * d_model;
             let states = &self.states[entries.start * length..entries.end * length];
-            let history = history(states, [entries.len(), tokens, streams, d_model], self.eps);
+            let (history, _) = history(states, [entries.len(), tokens, streams, d_model], self.eps, truth);
             prefix(&history, truth(&self.queries, [branches, streams, d_model]), self.routing)
         };
         let all = found(0..entries);
@@ -124,6 +127,158 @@ impl Found {
                 ("state", &self.state, &truth.state, bound(dtype)),
             ],
         );
+    }
+}
+
+/// What reaches the outputs of a prefix.
+struct Cotangents {
+    lse: Vec<f64>,   // [branches, tokens, streams]
+    state: Vec<f64>, // [branches, tokens, streams, d_model]
+}
+
+/// Gradients of a prefix.
+#[derive(Debug, PartialEq)]
+struct Gradients {
+    states: Vec<f64>,  // [entries, tokens, streams, d_model]
+    queries: Vec<f64>, // [branches, streams, d_model]
+}
+
+impl Gradients {
+    #[track_caller]
+    fn assert_close(&self, truth: &Self, bound: f64, about: &str) {
+        assert_close(
+            about,
+            &[("d_value", &self.states, &truth.states, bound), ("d_query", &self.queries, &truth.queries, bound)],
+        );
+    }
+}
+
+impl Problem {
+    fn cotangents(&self) -> Cotangents {
+        let heads = self.branches * self.tokens * self.streams;
+        Cotangents { lse: values(3, heads, 1.0), state: values(4, heads * self.d_model, 1.0) }
+    }
+
+    /// Forward, then backward, the entries in two parts: the last alone, as where a block closes, then the others.
+    fn run_bwd(&self, client: &Client, dtype: ElemType, tuning: Tuning, cotangents: &Cotangents) -> Gradients {
+        let Self { tokens, streams, d_model, entries, branches, routing, .. } = *self;
+        let found = self.run(client, dtype, tuning);
+        let heads = [branches, tokens, streams];
+        let states = [branches, tokens, streams, d_model];
+        let value = Buffer::new(client, &[entries, tokens, streams, d_model], dtype, &self.states);
+        let inv_rms = inverse_rms(&self.states, d_model, self.eps);
+        let inv_rms = Buffer::new(client, &[entries, tokens, streams], F32, &inv_rms);
+        let query = Buffer::new(client, &[branches, streams, d_model], dtype, &self.queries);
+        let lse = Buffer::new(client, &heads, F32, &found.lse);
+        let logit = Buffer::new(client, &[entries, branches, tokens, streams], F32, &found.logit);
+        let state = Buffer::new(client, &states, dtype, &found.state);
+        let d_state = Buffer::new(client, &states, dtype, &cotangents.state);
+        let d_lse = Buffer::new(client, &heads, F32, &cotangents.lse);
+        let shift = Buffer::output(client, &heads, F32);
+        let d_logit = Buffer::output(client, &[entries, branches, tokens, streams], F32);
+        let d_query = Buffer::output(client, &[branches, streams, d_model], F32);
+
+        let operands = PrefixBwdShift {
+            state: state.operand(),
+            d_state: d_state.operand(),
+            d_lse: d_lse.operand(),
+            shift: shift.operand(),
+        };
+        prefix_bwd_shift(client, operands, tuning).unwrap();
+        let entries_from = |first: usize, count: usize| {
+            let d_value = Buffer::output(client, &[count, tokens, streams, d_model], dtype);
+            let operands = PrefixBwdHistory {
+                value: value.operand(),
+                inv_rms: inv_rms.operand(),
+                query: query.operand(),
+                lse: lse.operand(),
+                logit: logit.operand(),
+                d_state: d_state.operand(),
+                shift: shift.operand(),
+                d_logit: d_logit.operand(),
+                d_value: d_value.operand(),
+                first,
+            };
+            prefix_bwd_history(client, operands, routing, tuning).unwrap();
+            d_value.read()
+        };
+        let last = entries_from(entries - 1, 1);
+        let mut states = entries_from(0, entries - 1);
+        states.extend(last);
+        let operands = PrefixBwdQuery {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            d_logit: d_logit.operand(),
+            d_query: d_query.operand(),
+        };
+        prefix_bwd_query(client, operands, routing, tuning).unwrap();
+        Gradients { states, queries: d_query.read() }
+    }
+
+    /// Automatic differentiation of the composed operation in f64.
+    fn truth_bwd(&self, cotangents: &Cotangents) -> Gradients {
+        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
+        let queries = leaf(&self.queries, [branches, streams, d_model]);
+        let (history, states) = history(&self.states, [entries, tokens, streams, d_model], self.eps, leaf);
+        let found = prefix(&history, queries.clone(), self.routing).into_iter().enumerate();
+        let length = tokens * streams;
+        let loss = found.map(|(s, retrieved)| {
+            let d_lse = leaf(&cotangents.lse[s * length..][..length], [tokens, streams]);
+            let d_state = &cotangents.state[s * length * d_model..][..length * d_model];
+            (retrieved.lse * d_lse).sum() + (retrieved.state * leaf(d_state, [tokens, streams, d_model])).sum()
+        });
+        let gradients = loss.reduce(|sum, term| sum + term).unwrap().backward();
+        Gradients {
+            states: states.iter().flat_map(|state| gradient(state, &gradients)).collect(),
+            queries: gradient(&queries, &gradients),
+        }
+    }
+}
+
+#[test]
+fn golden_backward() {
+    for (client, device) in clients() {
+        for case in golden_cases("prefix_") {
+            let problem = Problem::golden(&case);
+            let token_major = |name| case.tensor(name).unwrap().swap_axes(1).values;
+            let cotangents = Cotangents { lse: token_major("cot.zeta"), state: token_major("cot.hist") };
+            let truth =
+                Gradients { states: token_major("grad.H"), queries: case.tensor("grad.q").unwrap().values.clone() };
+            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                let found = problem.run_bwd(&client, dtype, Tuning::default(), &cotangents);
+                let least = if case.is_extreme() { 1e-3 } else { 1e-5 };
+                found.assert_close(&truth, bound(dtype).max(least), &format!("{} in {dtype} on {device}", case.name));
+            }
+        }
+    }
+}
+
+/// The widths and groups of the forward; more queries than one step takes, all routings by the golden cases.
+#[test]
+fn backward_of_any_size() {
+    for (client, device) in clients() {
+        for (dims, entries, branches, routing) in [
+            ([5, 2, 1], 3, 2, Routing::CrossKey),
+            ([5, 2, 3], 1, 2, Routing::CrossKey),
+            ([1, 2, 37], 3, 2, Routing::CrossKey),
+            ([5, 2, 130], 3, 2, Routing::CrossKey),
+            ([5, 2, 257], 3, 2, Routing::CrossKey),
+            ([3, 2, 24], 64, 11, Routing::CrossKey),
+            ([3, 1, 24], 5, 3, Routing::SelfKeyValue),
+        ] {
+            let problem = Problem::new(dims, entries, branches, routing, 3.0);
+            let cotangents = problem.cotangents();
+            let truth = problem.truth_bwd(&cotangents);
+            for tuning in reductions(&client) {
+                let about = format!("{dims:?}, {entries} entries, {branches} queries on {device}, {tuning:?}");
+                let found = problem.run_bwd(&client, F32, tuning, &cotangents);
+                found.assert_close(&truth, 1e-5, &about);
+                assert_eq!(found, problem.run_bwd(&client, F32, tuning, &cotangents), "{about}: other bits");
+            }
+        }
+        let empty = Problem::new([0, 2, 24], 3, 4, Routing::CrossKey, 3.0);
+        let found = empty.run_bwd(&client, F32, Tuning::default(), &empty.cotangents());
+        assert_eq!(found, Gradients { states: Vec::new(), queries: vec![0.0; 4 * 2 * 24] }, "{device}");
     }
 }
 
@@ -249,6 +404,77 @@ fn one_token_never_leaks_into_another() {
             assert_only_token(&about, &found.logit, &clean.logit, [5, 2, 2]);
             assert_only_token(&about, &found.state, &clean.state, [5, 2, 2 * 24]);
         }
+    }
+}
+
+#[test]
+fn no_gradient_of_one_token_leaks_into_another() {
+    for (client, device) in clients() {
+        let problem = Problem::new([5, 2, 24], 5, 4, Routing::CrossKey, 3.0);
+        let mut cotangents = problem.cotangents();
+        let clean = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
+        cotangents.lse[2 * 2] = f64::NAN; // query 0, token 2
+        let found = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
+        assert_only_token(device, &found.states, &clean.states, [5, 2, 2 * 24]);
+    }
+}
+
+#[test]
+fn refused_backward() {
+    for (client, _) in clients() {
+        let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
+        let (value, inv_rms, query) = (buffer(&[3, 5, 2, 8]), buffer(&[3, 5, 2]), buffer(&[4, 2, 8]));
+        let (heads, logit, state) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[4, 5, 2, 8]));
+        let (shift, d_logit, d_value) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[2, 5, 2, 8]));
+        let right = PrefixBwdHistory {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            lse: heads.operand(),
+            logit: logit.operand(),
+            d_state: state.operand(),
+            shift: shift.operand(),
+            d_logit: d_logit.operand(),
+            d_value: d_value.operand(),
+            first: 1,
+        };
+        let run = |operands| prefix_bwd_history(&client, operands, Routing::CrossKey, Tuning::default());
+        assert_eq!(run(right), Ok(()));
+        let message = run(PrefixBwdHistory { first: 2, ..right }).unwrap_err().to_string();
+        assert!(message.starts_with("prefix_bwd_history: `first` is 2, expected at most 1"), "{message}");
+        let message = run(PrefixBwdHistory { shift: inv_rms.operand(), ..right }).unwrap_err().to_string();
+        assert_eq!(
+            message,
+            "prefix_bwd_history: `shift` has shape [3, 5, 2], expected [branches, tokens, streams] = [4, 5, 2]"
+        );
+
+        let right = PrefixBwdQuery {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            d_logit: logit.operand(),
+            d_query: query.operand(),
+        };
+        let message = prefix_bwd_query(
+            &client,
+            PrefixBwdQuery { d_query: state.operand(), ..right },
+            Routing::CrossKey,
+            Tuning::default(),
+        );
+        assert_eq!(
+            message.unwrap_err().to_string(),
+            "prefix_bwd_query: `d_query` has shape [4, 5, 2, 8], expected [branches, streams, d_model] = [4, 2, 8]"
+        );
+
+        let operands = PrefixBwdShift {
+            state: state.operand(),
+            d_state: state.operand(),
+            d_lse: heads.operand(),
+            shift: inv_rms.operand(),
+        };
+        assert_eq!(
+            prefix_bwd_shift(&client, operands, Tuning::default()).unwrap_err().to_string(),
+            "prefix_bwd_shift: `shift` has shape [3, 5, 2], expected [branches, tokens, streams] = [4, 5, 2]"
+        );
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use burn::backend::DispatchDevice;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Gradients, Tensor, TensorData};
 use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -103,15 +103,33 @@ pub fn truth<const D: usize>(values: &[f64], shape: [usize; D]) -> Tensor<D> {
     Tensor::from_data(TensorData::new(values.to_vec(), shape), (&flex(), burn::tensor::DType::F64))
 }
 
+/// A float64 tensor on Flex whose gradient is asked for.
+pub fn leaf<const D: usize>(values: &[f64], shape: [usize; D]) -> Tensor<D> {
+    let device = flex().autodiff();
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), (&device, burn::tensor::DType::F64)).require_grad()
+}
+
+/// The gradient of `leaf`, zero where nothing reached it.
+pub fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Vec<f64> {
+    leaf.grad(gradients).map_or_else(|| vec![0.0; leaf.shape().num_elements()], host)
+}
+
 pub fn host<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     tensor.try_into_vec_as::<f64>().expect("a float64 tensor")
 }
 
-/// A history on Flex. `states`: `[entries, tokens, streams, d_model]`
-pub fn history(states: &[f64], [entries, tokens, streams, d_model]: [usize; 4], eps: f64) -> History {
+/// A history on Flex and its entries. `states`: `[entries, tokens, streams, d_model]`
+pub fn history(
+    states: &[f64],
+    [entries, tokens, streams, d_model]: [usize; 4],
+    eps: f64,
+    tensor: fn(&[f64], [usize; 3]) -> Tensor<3>,
+) -> (History, Vec<Tensor<3>>) {
     let length = tokens * streams * d_model;
-    let entry = |r: usize| truth(&states[r * length..][..length], [tokens, streams, d_model]);
-    (1..entries).fold(History::new(entry(0), eps), |history, r| history.append(entry(r)))
+    let entry = |r: usize| tensor(&states[r * length..][..length], [tokens, streams, d_model]);
+    let all: Vec<_> = (0..entries).map(entry).collect();
+    let first = History::new(all[0].clone(), eps);
+    (all[1..].iter().cloned().fold(first, History::append), all)
 }
 
 /// Inverse RMS of every row of `d_model`.

@@ -1,11 +1,11 @@
 use cubecl::prelude::*;
 use dar_burn::ops::{write, write_first};
 use dar_kernels::Tuning;
-use dar_kernels::write::{CloseFwd, WriteFwd, close_fwd, write_fwd};
+use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, write_fwd};
 
 use super::support::{
-    Buffer, EPS, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, host, inverse_rms,
-    reductions, stores, truth,
+    Buffer, EPS, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient, host,
+    inverse_rms, leaf, reductions, stores, truth,
 };
 use crate::support::host::values;
 
@@ -94,6 +94,69 @@ impl Problem {
     }
 }
 
+/// Gradients of a write.
+#[derive(Debug, PartialEq)]
+struct Gradients {
+    partial: Vec<f64>, // [tokens, 2, d_model]
+    output: Vec<f64>,  // [tokens, d_model]
+    gate: Vec<f64>,    // [tokens, 5]
+}
+
+impl Gradients {
+    #[track_caller]
+    fn assert_close(&self, truth: &Self, bound: f64, about: &str) {
+        assert_close(
+            about,
+            &[
+                ("d_partial", &self.partial, &truth.partial, bound),
+                ("d_output", &self.output, &truth.output, bound),
+                ("d_gate", &self.gate, &truth.gate, 1e-5),
+            ],
+        );
+    }
+}
+
+impl Problem {
+    fn run_bwd(&self, client: &Client, dtype: ElemType, tuning: Tuning, d_state: &[f64]) -> Gradients {
+        let Self { tokens, d_model, .. } = *self;
+        let (partial, output, gate) = self.inputs(client, dtype);
+        let d_state = Buffer::new(client, &[tokens, 2, d_model], dtype, d_state);
+        let d_partial = Buffer::output(client, &[tokens, 2, d_model], dtype);
+        let d_output = Buffer::output(client, &[tokens, d_model], dtype);
+        let d_gate = Buffer::output(client, &[tokens, 5], F32);
+        let operands = WriteBwd {
+            d_state: d_state.operand(),
+            partial: partial.as_ref().map(|partial| (partial.operand(), d_partial.operand())),
+            output: output.operand(),
+            gate: gate.operand(),
+            d_output: d_output.operand(),
+            d_gate: d_gate.operand(),
+        };
+        write_bwd(client, operands, tuning).unwrap();
+        let partial = if partial.is_some() { d_partial.read() } else { Vec::new() };
+        Gradients { partial, output: d_output.read(), gate: d_gate.read() }
+    }
+
+    /// Automatic differentiation of the composed operation in f64.
+    fn truth_bwd(&self, d_state: &[f64]) -> Gradients {
+        let Self { tokens, d_model, .. } = *self;
+        let output = leaf(&self.output, [tokens, d_model]);
+        let (beta, rho) = (leaf(&self.beta, [tokens, 2]), leaf(&self.rho, [tokens, 1]));
+        let partial = self.partial.as_ref().map(|partial| leaf(partial, [tokens, 2, d_model]));
+        let state = match &partial {
+            Some(partial) => write(partial.clone(), output.clone(), beta.clone(), rho.clone()),
+            None => write_first(output.clone(), beta.clone()),
+        };
+        let gradients = (state * leaf(d_state, [tokens, 2, d_model])).sum().backward();
+        let (beta, rho) = (gradient(&beta, &gradients), gradient(&rho, &gradients));
+        Gradients {
+            partial: partial.map_or_else(Vec::new, |partial| gradient(&partial, &gradients)),
+            output: gradient(&output, &gradients),
+            gate: beta.chunks(2).zip(rho).flat_map(|(beta, rho)| [0.0, 0.0, beta[0], beta[1], rho]).collect(),
+        }
+    }
+}
+
 #[test]
 fn golden() {
     for (client, device) in clients() {
@@ -112,6 +175,21 @@ fn golden() {
             for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
                 let about = format!("{} in {dtype} on {device}", case.name);
                 assert_close(&about, &[("state", &problem.run(&client, dtype), &state, bound(dtype))]);
+
+                let d_state = case.tensor("cot.P").unwrap().swap_axes(0).values;
+                let found = problem.run_bwd(&client, dtype, Tuning::default(), &d_state);
+                let d_beta: Vec<f64> = found.gate.chunks(5).flat_map(|gates| [gates[2], gates[3]]).collect();
+                let [d_y, d_beta_truth] = ["grad.y", "grad.beta"].map(|name| &case.tensor(name).unwrap().values[..]);
+                // The gradient of M(1) P is the gradient of P.
+                let d_partial = case.tensor("grad.carried").map_or_else(|_| Vec::new(), |x| x.swap_axes(0).values);
+                assert_close(
+                    &about,
+                    &[
+                        ("d_partial", &found.partial, &d_partial, bound(dtype)),
+                        ("d_output", &found.output, d_y, bound(dtype)),
+                        ("d_beta", &d_beta, d_beta_truth, 1e-5),
+                    ],
+                );
             }
         }
     }
@@ -130,6 +208,15 @@ fn any_size() {
                     assert_close(&about, &[("state", &state, &problem.truth(), bound(dtype))]);
                     for tuning in reductions(&client) {
                         let about = format!("{about}, {tuning:?}");
+                        let d_state = values(5, tokens * 2 * d_model, 1.0);
+                        if tokens > 0 {
+                            let found = problem.run_bwd(&client, dtype, tuning, &d_state);
+                            found.assert_close(&problem.truth_bwd(&d_state), bound(dtype), &about);
+                            let again = problem.run_bwd(&client, dtype, tuning, &d_state);
+                            assert_eq!(found, again, "{about}: another run, other bits");
+                        } else {
+                            assert!(problem.run_bwd(&client, dtype, tuning, &d_state).output.is_empty());
+                        }
                         let [value, inv_rms] = problem.close(&client, dtype, tuning);
                         assert_close(
                             &about,
@@ -176,6 +263,19 @@ fn refusals_name_operation_argument_expected_and_got() {
         assert_eq!(message, "write_fwd: `gate` has shape [5, 8], expected [tokens, 5] = [5, 5]");
         let message = write_fwd(&client, WriteFwd { partial: Some(gate.operand()), ..right }).unwrap_err().to_string();
         assert_eq!(message, "write_fwd: `partial` has shape [5, 5], expected [tokens, 2, d_model] = [5, 2, 8]");
+
+        let operands = WriteBwd {
+            d_state: state.operand(),
+            partial: Some((partial.operand(), gate.operand())),
+            output: output.operand(),
+            gate: gate.operand(),
+            d_output: output.operand(),
+            d_gate: gate.operand(),
+        };
+        assert_eq!(
+            write_bwd(&client, operands, Tuning::default()).unwrap_err().to_string(),
+            "write_bwd: `d_partial` has shape [5, 5], expected [tokens, 2, d_model] = [5, 2, 8]"
+        );
 
         let right = CloseFwd {
             partial: None,

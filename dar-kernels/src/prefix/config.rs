@@ -64,3 +64,41 @@ pub(crate) fn choose(
     }
     (lanes, groups, PrefixConfig { streams: dims.streams, routing, group, chunk, row, reduction })
 }
+
+/// The backward by entry: what a unit keeps is three arrays of the entry's columns beside one pass of queries.
+pub(crate) fn choose_history(
+    client: &Client,
+    dims: Dims,
+    dtype: ElemType,
+    branches: usize,
+    routing: Routing,
+    tuning: Tuning,
+) -> (usize, PrefixConfig) {
+    let lanes = lanes(client, dtype, dims.d_model);
+    let group = branches.min(MOST_BACKWARD_HEADS.div_ceil(dims.streams));
+    let heads = group * dims.streams + 3 * dims.streams;
+    let reduction = tuning.reduction(client);
+    let most_columns = (MOST_ACCUMULATORS / (heads * lanes)).max(1);
+    let mut row = Row::choose(client, dims.d_model / lanes, most_columns, reduction);
+    let shared = client.properties().hardware.max_shared_memory_size;
+    while row.units > reduction.least_units() && reduction.shared_bytes(group * dims.streams, row.units) > shared {
+        row = row.halved();
+    }
+    (lanes, PrefixConfig { streams: dims.streams, routing, group, chunk: 1, row, reduction })
+}
+
+/// Queries × streams of one step of the backward by entry, whose gradients are held at once.
+const MOST_BACKWARD_HEADS: usize = 8;
+
+/// The first stage of the queries' gradient: one accumulator a query, stream and column, and no sum over the cube.
+pub(crate) fn choose_query(
+    client: &Client,
+    dims: Dims,
+    dtype: ElemType,
+    branches: usize,
+    routing: Routing,
+    tuning: Tuning,
+) -> (usize, usize, PrefixConfig) {
+    let (lanes, groups, config) = choose(client, dims, dtype, branches, routing, tuning);
+    (lanes, groups, PrefixConfig { chunk: 1, reduction: Reduction::Shared, ..config })
+}

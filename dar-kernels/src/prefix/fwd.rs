@@ -38,13 +38,11 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
 
     let mut check = Check::of(NAME);
     let capacity = check.room("value", &value, entries.saturating_sub(1))?;
-    let dims = Dims::of_state([value.shape[1], value.shape[2], value.shape[3]]);
+    let dims = check.history(&value)?;
     let Dims { tokens, streams, d_model } = dims;
-    let branches = query.shape.first().copied().unwrap_or(0);
-    for (argument, size) in [("entries", entries), ("branches", branches), ("streams", streams), ("d_model", d_model)] {
-        if size == 0 {
-            return Err(KernelError::value(NAME, argument, "at least 1", size));
-        }
+    let branches = check.leading("query", &query)?;
+    if entries == 0 {
+        return Err(KernelError::value(NAME, "entries", "at least 1", entries));
     }
     routing.check(NAME, streams)?;
     check
@@ -193,7 +191,7 @@ fn prefix_fwd_kernel<E: Float, Q: Float, N: Size>(
                 for r in 0..chunk {
                     let k = comptime!(r * heads + head);
                     if start + r < entries {
-                        logits[k] = logits[k] * scales[comptime!(r * streams + key)];
+                        logits[k] *= scales[comptime!(r * streams + key)];
                         if unit == 0 && first + s < branches {
                             logit[(((start + r) * branches + first + s) * tokens + token) * streams + j] = logits[k];
                         }
@@ -206,7 +204,7 @@ fn prefix_fwd_kernel<E: Float, Q: Float, N: Size>(
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!(head * columns + c);
-                    retrieved[k] = retrieved[k] * Vector::new(scale);
+                    retrieved[k] *= Vector::new(scale);
                 }
                 #[unroll]
                 for r in 0..chunk {

@@ -28,3 +28,21 @@ pub(crate) fn choose(
     let most_columns = (MOST_REGISTERS / (2 * lanes)).max(1);
     (lanes, ReadConfig { routing, row: Row::choose(client, d_model / lanes, most_columns, reduction), reduction })
 }
+
+/// f32 registers of a unit for the gradients of a site's parameters, 12 a column and lane, which stay over all of its
+/// tokens; past them the state of a token spills.
+const MOST_SITE_REGISTERS: usize = 96;
+
+/// Lanes of a vector, and the kernel of the backward for them.
+pub(crate) fn choose_backward(
+    client: &Client,
+    d_model: usize,
+    dtype: ElemType,
+    routing: Routing,
+    tuning: Tuning,
+) -> (usize, ReadConfig) {
+    let lanes = lanes(client, dtype, d_model);
+    let reduction = tuning.reduction(client);
+    let most_columns = (MOST_SITE_REGISTERS / (12 * lanes)).max(1);
+    (lanes, ReadConfig { routing, row: Row::choose(client, d_model / lanes, most_columns, reduction), reduction })
+}

@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose};
-use crate::gate::{ALPHA, BETA, GATES, RHO, SCALARS};
+use crate::gate::{ALPHA, BETA, GATES, QUERY, RHO, ROWS, SCALARS};
 use crate::launch::{Tuning, cube_count, cube_index};
 use crate::numeric::{inverse_rms, lane_sum, sigmoid};
 use crate::operand::{Check, F32, Operand};
@@ -16,8 +16,8 @@ pub struct ReadFwd<'a> {
     pub state: Operand<'a>,
     /// What the state is merged with; none in a block's first branch.
     pub partial: Option<ReadPartial<'a>>,
-    /// Input, f32, f16 or bf16: rows alpha0, alpha1, beta0, beta1, rho; each for stream 0, then stream 1.
-    /// `[5, 2, d_model]`
+    /// Input, f32, f16 or bf16: the site's rows alpha0, alpha1, beta0, beta1, rho, query; each for stream 0, then stream 1.
+    /// `[6, 2, d_model]`
     pub weight: Operand<'a>,
     /// Input, f32: five biases in the order of `weight`, then the scales of alpha, beta and rho. `[8]`
     pub scalars: Operand<'a>,
@@ -36,8 +36,6 @@ pub struct ReadPartial<'a> {
     pub state: Operand<'a>,
     /// Input, f32: log-sum-exp of the history. `[tokens, 2]`
     pub lse: Operand<'a>,
-    /// Input, in the type of the weights. `[2, d_model]`
-    pub query: Operand<'a>,
 }
 
 /// Residual read, forward (A.6–A.10, 13–16).
@@ -58,7 +56,7 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         .dtype("input", &input, state.dtype)?
         .dtype("gate", &gate, F32)?
         .shape("state", &state, "[tokens, 2, d_model]", &dims.state())?
-        .shape("weight", &weight, "[5, 2, d_model]", &[GATES, 2, d_model])?
+        .shape("weight", &weight, "[6, 2, d_model]", &[ROWS, 2, d_model])?
         .shape("scalars", &scalars, "[8]", &[SCALARS])?
         .shape("input", &input, "[tokens, d_model]", &dims.branch())?
         .shape("gate", &gate, "[tokens, 5]", &[tokens, GATES])?;
@@ -66,10 +64,8 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         check
             .dtype("partial.state", &partial.state, state.dtype)?
             .dtype("partial.lse", &partial.lse, F32)?
-            .dtype("partial.query", &partial.query, weight.dtype)?
             .shape("partial.state", &partial.state, "[tokens, 2, d_model]", &dims.state())?
-            .shape("partial.lse", &partial.lse, "[tokens, 2]", &[tokens, 2])?
-            .shape("partial.query", &partial.query, "[2, d_model]", &[2, d_model])?;
+            .shape("partial.lse", &partial.lse, "[tokens, 2]", &[tokens, 2])?;
     }
     if tokens == 0 {
         return Ok(());
@@ -85,7 +81,6 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         state.argument(lanes),
         partial.map(|partial| partial.state.argument(lanes)).into(),
         partial.map(|partial| partial.lse.argument(1)).into(),
-        partial.map(|partial| partial.query.argument(lanes)).into(),
         weight.argument(lanes),
         scalars.argument(1),
         input.argument(lanes),
@@ -107,8 +102,7 @@ fn read_fwd_kernel<E: Float, Q: Float, N: Size>(
     state: &[Vector<E, N>],                   // [tokens, 2, vectors]
     partial: ComptimeOption<&[Vector<E, N>]>, // [tokens, 2, vectors]
     lse: ComptimeOption<&[f32]>,              // [tokens, 2]
-    query: ComptimeOption<&[Vector<Q, N>]>,   // [2, vectors]
-    weight: &[Vector<Q, N>],                  // [5, 2, vectors]
+    weight: &[Vector<Q, N>],                  // [6, 2, vectors]
     scalars: &[f32],                          // [8]
     input: &mut [Vector<E, N>],               // [tokens, vectors]
     gate: &mut [f32],                         // [tokens, 5]
@@ -136,59 +130,14 @@ fn read_fwd_kernel<E: Float, Q: Float, N: Size>(
         ComptimeOption::Some(partial) => {
             let partial = load_pair::<E, N>(partial, token, vectors, columns, units);
             let lse = lse.unwrap();
-            let query = query.unwrap();
-
-            // Squares of both streams, <q, P> of both streams, <W_rho, [P0; P1]>.
-            let mut sum = Array::<f32>::new(5usize);
-            sum[4] = f32::new(0.0);
-            #[unroll]
-            for j in 0usize..2 {
-                let key = comptime!(config.routing.key_stream(j));
-                let mut squares = Vector::<f32, N>::new(0.0f32);
-                let mut dot = Vector::<f32, N>::new(0.0f32);
-                let mut rho = Vector::<f32, N>::new(0.0f32);
-                #[unroll]
-                for c in 0..columns {
-                    let column = c * units + unit;
-                    if column < vectors {
-                        let own = partial[comptime!(j * columns + c)];
-                        squares += own * own;
-                        dot += Vector::cast_from(query[j * vectors + column]) * partial[comptime!(key * columns + c)];
-                        rho += Vector::cast_from(weight[(2 * RHO + j) * vectors + column]) * own;
-                    }
-                }
-                sum[j] = lane_sum(squares);
-                sum[j + 2] = lane_sum(dot);
-                sum[4] = sum[4] + lane_sum(rho);
-            }
+            let mut sum = partial_sums::<Q, N>(&partial, weight, vectors, config);
             sums.sum(&mut sum);
 
             let norm = inverse_rms(sum[0] + sum[1], 2.0f32 * d_model, eps);
             rho = sigmoid(scalars[GATES + 2] * norm * sum[4] + scalars[RHO]); // (16)
 
-            let mut softmax = OnlineSoftmax::empty(2usize);
-            let mut mixed = Array::<Vector<f32, N>>::new(comptime!(2 * columns));
-            #[unroll]
-            for j in 0usize..2 {
-                let key = comptime!(config.routing.key_stream(j));
-                let from = comptime!(config.routing.value_stream(j));
-                let logit = sum[j + 2] * inverse_rms(sum[key], d_model, eps); // (A.8)
-                softmax.from_lse(j, lse[2 * token + j]);
-                let kept = softmax.raise(j, logit);
-                let added = softmax.push(j, logit);
-                let normaliser = softmax.normaliser(j); // lambda = kept * normaliser (A.9)
-                #[unroll]
-                for c in 0..columns {
-                    let k = comptime!(j * columns + c);
-                    let partial = partial[comptime!(from * columns + c)];
-                    mixed[k] = Vector::new(kept * normaliser) * merged[k] + Vector::new(added * normaliser) * partial;
-                    // (A.10)
-                }
-            }
-            #[unroll]
-            for k in 0..comptime!(2 * columns) {
-                merged[k] = mixed[k];
-            }
+            let mut share = Array::<f32>::new(4usize);
+            merged = merge::<N>(&merged, &partial, &sum, lse, &mut share, token, d_model, eps, config);
         }
         ComptimeOption::None => {}
     }
@@ -240,7 +189,7 @@ fn read_fwd_kernel<E: Float, Q: Float, N: Size>(
 
 /// The columns of this unit of both streams of a token, zero past the end: `[2, columns]`.
 #[cube]
-fn load_pair<E: Float, N: Size>(
+pub(super) fn load_pair<E: Float, N: Size>(
     pair: &[Vector<E, N>],
     token: usize,
     vectors: usize,
@@ -261,4 +210,79 @@ fn load_pair<E: Float, N: Size>(
         }
     }
     loaded
+}
+
+/// What the sums over the cube give about the partial state: squares of both streams, `<q, P^key>` of both streams,
+/// `<W_rho, [P0; P1]>`.
+#[cube]
+pub(super) fn partial_sums<Q: Float, N: Size>(
+    partial: &Array<Vector<f32, N>>,
+    weight: &[Vector<Q, N>],
+    vectors: usize,
+    #[comptime] config: ReadConfig,
+) -> Array<f32> {
+    let columns = comptime!(config.row.columns);
+    let units = comptime!(config.row.units);
+    let mut sum = Array::<f32>::new(5usize);
+    sum[4] = f32::new(0.0);
+    #[unroll]
+    for j in 0usize..2 {
+        let key = comptime!(config.routing.key_stream(j));
+        let mut squares = Vector::<f32, N>::new(0.0f32);
+        let mut dot = Vector::<f32, N>::new(0.0f32);
+        let mut rho = Vector::<f32, N>::new(0.0f32);
+        #[unroll]
+        for c in 0..columns {
+            let column = c * units + UNIT_POS_X as usize;
+            if column < vectors {
+                let own = partial[comptime!(j * columns + c)];
+                let query = Vector::<f32, N>::cast_from(weight[(2 * QUERY + j) * vectors + column]);
+                squares += own * own;
+                dot += query * partial[comptime!(key * columns + c)];
+                rho += Vector::cast_from(weight[(2 * RHO + j) * vectors + column]) * own;
+            }
+        }
+        sum[j] = lane_sum(squares);
+        sum[j + 2] = lane_sum(dot);
+        sum[4] += lane_sum(rho);
+    }
+    sum
+}
+
+/// Merges the retrieved state with the partial one (A.8–A.10). `share`: lambda of both streams, then 1 - lambda.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "everything of one token")]
+pub(super) fn merge<N: Size>(
+    state: &Array<Vector<f32, N>>,
+    partial: &Array<Vector<f32, N>>,
+    sum: &Array<f32>,
+    lse: &[f32],
+    share: &mut Array<f32>,
+    token: usize,
+    d_model: f32,
+    eps: f32,
+    #[comptime] config: ReadConfig,
+) -> Array<Vector<f32, N>> {
+    let columns = comptime!(config.row.columns);
+    let mut softmax = OnlineSoftmax::empty(2usize);
+    let mut merged = Array::<Vector<f32, N>>::new(comptime!(2 * columns));
+    #[unroll]
+    for j in 0usize..2 {
+        let key = comptime!(config.routing.key_stream(j));
+        let from = comptime!(config.routing.value_stream(j));
+        let logit = sum[j + 2] * inverse_rms(sum[key], d_model, eps); // (A.8)
+        softmax.resume(j, lse[2 * token + j]);
+        let kept = softmax.raise(j, logit);
+        let added = softmax.push(j, logit);
+        let normaliser = softmax.normaliser(j);
+        share[j] = kept * normaliser; // (A.9)
+        share[j + 2] = added * normaliser;
+        #[unroll]
+        for c in 0..columns {
+            let k = comptime!(j * columns + c);
+            let partial = partial[comptime!(from * columns + c)];
+            merged[k] = Vector::new(share[j]) * state[k] + Vector::new(share[j + 2]) * partial; // (A.10)
+        }
+    }
+    merged
 }

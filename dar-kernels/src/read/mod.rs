@@ -10,11 +10,23 @@
 //!   input    = alpha0 h0 + alpha1 h1                                       (15)
 //! ```
 //!
+//! Backward, every cube walking many tokens with the site's gradients in registers; x̂ is the norm of x, n its factor:
+//!
+//! ```text
+//!   through a norm:  d_x = n (d_x̂ - x̂ <d_x̂, x̂> / length);  <d_x̂, x̂> is known from the forward's sums
+//!   d_h^j    = alpha^j d_input + (norm of [h0; h1]): sum of s W d_gate_logit          (13–15)
+//!   d_hist^j = lambda^j d_h^j;  d_lse^j = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)>;  d_a^j = -d_lse^j
+//!   d_P      = (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j, (norm of [P0; P1]): s W_rho d_rho_logit
+//!   d_W, d_q, d_bias, d_scale: a row a cube, then the sum of the rows
+//! ```
+//!
 //! A block's first branch has no partial state: h is the retrieved state, and rho is 1 (unused). The norms are taken of
 //! whole pairs of streams; as they are scalars of a token, the products with W need no normalised copy. Bytes moved, in
 //! units of `tokens × d_model`: two for the retrieved state and two for the partial one are read, one is written.
 
+mod bwd;
 mod config;
 mod fwd;
 
+pub use bwd::{ReadBwd, ReadPartialBwd, read_bwd};
 pub use fwd::{ReadFwd, ReadPartial, read_fwd};

@@ -123,7 +123,8 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
     Ok(())
 }
 
-fn inputs(
+/// Checks what forward and backward read.
+pub(super) fn inputs(
     client: &Client,
     check: &mut Check,
     partial: Option<Operand>,
