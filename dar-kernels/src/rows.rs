@@ -12,16 +12,22 @@ use crate::KernelError;
 use crate::launch::{cube_count, cube_index};
 use crate::operand::{Check, F32, Operand};
 
-/// Cubes of a first stage at most: enough to fill a large GPU four times, few enough that the second stage reads little
-/// beside the first.
-const MOST_ROWS: usize = 512;
+/// Cubes of a first stage at most: two on each multiprocessor of a large GPU. Every row is written and read once more.
+const MOST_ROWS: usize = 256;
+
+/// Items of a row at least, so that the rows stay small beside what the first stage reads.
+const LEAST_ITEMS: usize = 8;
+
+/// Bytes of all rows at most: half of the smallest limit of a buffer among devices (128 MiB).
+const MOST_BYTES: usize = 64 << 20;
 
 /// Units of a cube of the second stage: its columns are independent, and neighbours load neighbours.
 const UNITS: usize = 64;
 
-/// Cubes of a first stage over `items`.
-pub(crate) fn rows(items: usize) -> usize {
-    items.clamp(1, MOST_ROWS)
+/// Cubes of a first stage over `items` whose rows have `length` elements.
+pub(crate) fn rows(items: usize, length: usize) -> usize {
+    let most = (MOST_BYTES / (length * F32.size())).clamp(1, MOST_ROWS);
+    items.div_ceil(LEAST_ITEMS).clamp(1, most)
 }
 
 /// Room for the rows of a first stage.

@@ -24,8 +24,9 @@ struct Problem {
     branches: usize,
     routing: Routing,
     eps: f64,
-    states: Vec<f64>,  // [entries, tokens, streams, d_model]
-    queries: Vec<f64>, // [branches, streams, d_model]
+    states: Vec<f64>,              // [entries, tokens, streams, d_model]
+    queries: Vec<f64>,             // [branches, streams, d_model]
+    query_dtype: Option<ElemType>, // that of the states otherwise
 }
 
 /// Outputs of a prefix.
@@ -51,7 +52,7 @@ impl Problem {
             *x *= [1.0, 4.0, 0.25][k / length % 3];
         }
         let queries = values(2, branches * streams * d_model, logits * 2.0 / (d_model as f64).sqrt());
-        Self { tokens, streams, d_model, entries, branches, routing, eps: EPS, states, queries }
+        Self { tokens, streams, d_model, entries, branches, routing, eps: EPS, states, queries, query_dtype: None }
     }
 
     fn golden(case: &Case) -> Self {
@@ -67,6 +68,7 @@ impl Problem {
             eps: case.eps().unwrap(),
             states: states.values,
             queries: queries.values.clone(),
+            query_dtype: None,
         }
     }
 
@@ -79,7 +81,8 @@ impl Problem {
         let inv_rms = inverse_rms(&self.states, d_model, self.eps);
         let value = Buffer::new(client, &[entries + 1, tokens, streams, d_model], dtype, &room(&self.states, d_model));
         let inv_rms = Buffer::new(client, &[entries + 1, tokens, streams], F32, &room(&inv_rms, 1));
-        let query = Buffer::new(client, &[branches, streams, d_model], dtype, &self.queries);
+        let query =
+            Buffer::new(client, &[branches, streams, d_model], self.query_dtype.unwrap_or(dtype), &self.queries);
         let lse = Buffer::output(client, &[branches, tokens, streams], F32);
         let logit = Buffer::output(client, &[entries, branches, tokens, streams], F32);
         let state = Buffer::output(client, &[branches, tokens, streams, d_model], dtype);
@@ -265,6 +268,7 @@ fn backward_of_any_size() {
             ([5, 2, 257], 3, 2, Routing::CrossKey),
             ([3, 2, 24], 64, 11, Routing::CrossKey),
             ([3, 1, 24], 5, 3, Routing::SelfKeyValue),
+            ([700, 2, 3], 3, 2, Routing::CrossKey),
         ] {
             let problem = Problem::new(dims, entries, branches, routing, 3.0);
             let cotangents = problem.cotangents();
@@ -359,6 +363,20 @@ fn one_stream_and_many_queries() {
             let problem = Problem::new([3, streams, 24], 3, branches, routing, 3.0);
             let about = format!("{streams} stream(s), {branches} queries on {device}");
             problem.run(&client, F32, Tuning::default()).assert_close(&problem.truth(), F32, &about);
+        }
+    }
+}
+
+/// Parameters may stay in f32 beside half states.
+#[test]
+fn half_states_with_full_queries() {
+    for (client, device) in clients() {
+        for dtype in [F16, BF16].into_iter().filter(|&dtype| stores(&client, dtype)) {
+            let mut problem = Problem::new([5, 2, 24], 3, 4, Routing::CrossKey, 3.0);
+            problem.query_dtype = Some(F32);
+            problem.queries.iter_mut().for_each(|x| *x *= 1.001); // not a value of a half type
+            let found = problem.run(&client, dtype, Tuning::default());
+            found.assert_close(&problem.truth(), dtype, device);
         }
     }
 }

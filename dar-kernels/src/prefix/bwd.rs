@@ -5,7 +5,7 @@ use crate::launch::{Row, Tuning, cube_count, cube_index, lanes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::{CubeSum, Reduction};
-use crate::rows::Rows;
+use crate::rows::{Rows, rows};
 use crate::{Dims, KernelError, Routing};
 
 /// The operands of [`prefix_bwd_shift`].
@@ -384,8 +384,9 @@ pub fn prefix_bwd_query(
         .shape("d_query", &d_query, "[branches, streams, d_model]", &[branches, streams, d_model])?;
 
     let (lanes, groups, config) = choose_query(client, dims, value.dtype, branches, routing, tuning);
-    let rows = crate::rows::rows(entries * tokens);
-    let stage = Rows::new(client, rows, branches * streams * d_model);
+    let length = branches * streams * d_model;
+    let rows = rows(entries * tokens, length);
+    let stage = Rows::new(client, rows, length);
     stage.check(&mut check)?;
     let address = check.address(client)?;
     prefix_bwd_kernel_query::launch(

@@ -20,7 +20,7 @@
 //! d_query[s,j] = sum over r and tokens of d_a[r,s,j] key[r,key(j)]    in two stages
 //! ```
 //!
-//! `key(j)` and `value(j)` are the streams of the [`Routing`]. A unit owns the same columns of all streams, as one stream's
+//! `key(j)` and `value(j)` are the streams of the [`Routing`](crate::Routing). A unit owns the same columns of all streams, as one stream's
 //! values are the other one's keys. Bytes moved: `2 b` units of `tokens × d_model` are read and `2 S` written for b
 //! entries, S queries and two streams, beside the scalars of each token. The
 //! backward reads `4 S` for the shift, `2 + 2 S` an entry for its gradient and `2 b` for the queries, and writes `2 b`.

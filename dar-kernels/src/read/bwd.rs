@@ -89,8 +89,9 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     }
 
     let (lanes, config) = choose_backward(client, d_model, state.dtype, routing, tuning);
-    let cubes = rows(tokens);
-    let stage = Rows::new(client, cubes, 2 * ROWS * d_model + SCALARS);
+    let length = 2 * ROWS * d_model + SCALARS;
+    let cubes = rows(tokens, length);
+    let stage = Rows::new(client, cubes, length);
     stage.check(&mut check)?;
     let address = check.address(client)?;
     read_bwd_kernel::launch(
