@@ -2,6 +2,8 @@
 
 mod conformance;
 mod examples;
+#[cfg(any(feature = "wgpu", feature = "cuda", feature = "rocm", feature = "metal", feature = "vulkan"))]
+mod kernels;
 mod model;
 mod nn;
 mod ops;

@@ -1,5 +1,7 @@
 use serde::{Deserialize, Serialize};
 
+use crate::KernelError;
+
 /// Which stream of a candidate gives the key and which gives the value, for output stream `j`
 /// (DAR paper, equations 10 and 22).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -40,5 +42,14 @@ impl Routing {
     /// How many streams this routing needs: two, but for [`Routing::SelfKeyValue`], which takes any number.
     pub const fn fits(self, streams: usize) -> bool {
         matches!(self, Self::SelfKeyValue) || streams == 2
+    }
+
+    /// Refuses a routing that does not exist for `streams` streams.
+    pub(crate) fn check(self, operation: &'static str, streams: usize) -> Result<(), KernelError> {
+        if self.fits(streams) {
+            return Ok(());
+        }
+        let expected = format!("one that exists for {streams} stream(s): SelfKeyValue");
+        Err(KernelError::value(operation, "routing", expected, format!("{self:?}")))
     }
 }

@@ -1,0 +1,192 @@
+//! Sums over all units of a cube, several at a time.
+//!
+//! ```text
+//! plane path:   butterfly inside each plane (every lane ends with the plane's sum);
+//!               one row of partials per plane in shared memory; sync; one unit adds a row; sync; all read
+//! shared path:  every unit stores its values; sync; units fold each row to FOLD partials; sync;
+//!               one unit adds the partials of a row; sync; all read
+//! ```
+//!
+//! Both orders of addition are fixed, so that equal operands give equal bits. The last barrier separates one sum from the
+//! next: a [`CubeSum`] may be used again at once.
+
+use cubecl::features::Plane;
+use cubecl::prelude::*;
+
+use crate::KernelError;
+
+/// Partials to which the shared path folds a row: adding 16 in one unit costs less than the barriers of more folds.
+const FOLD: usize = 16;
+
+/// How the units of a cube add.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Reduction {
+    /// Shuffles inside planes of this many units, which is a power of two, then shared memory between planes.
+    Planes(u32),
+    /// Shared memory only: runs everywhere.
+    Shared,
+}
+
+impl Reduction {
+    /// What suits the device: planes where it has them in one known size.
+    pub fn of_device(client: &Client) -> Self {
+        let has_planes = client.features().plane.contains(Plane::Ops);
+        match plane_size(client) {
+            Some(size) if has_planes => Self::Planes(size),
+            _ => Self::Shared,
+        }
+    }
+
+    /// Planes also where CubeCL hides them (software adapters), so that this path can be tested there. An error where
+    /// planes have no one size.
+    pub fn forced_planes(client: &Client) -> Result<Self, KernelError> {
+        let hardware = &client.properties().hardware;
+        plane_size(client).map(Self::Planes).ok_or_else(|| {
+            KernelError::value(
+                "Reduction::forced_planes",
+                "plane size",
+                "one power of two from 2 on",
+                format!("{} to {}", hardware.plane_size_min, hardware.plane_size_max),
+            )
+        })
+    }
+
+    /// Bytes of shared memory that `count` sums at a time take in a cube of `units`.
+    pub(crate) fn shared_bytes(self, count: usize, units: usize) -> usize {
+        let partials = match self {
+            Self::Planes(size) => units / size as usize,
+            Self::Shared => units,
+        };
+        count * (partials + 1) * size_of::<f32>()
+    }
+
+    /// The fewest units that a cube needs.
+    pub(crate) fn least_units(self) -> usize {
+        match self {
+            Self::Planes(size) => size as usize,
+            Self::Shared => 1,
+        }
+    }
+}
+
+/// The size of every plane of the device, if there is one.
+fn plane_size(client: &Client) -> Option<u32> {
+    let hardware = &client.properties().hardware;
+    let size = hardware.plane_size_max;
+    (size == hardware.plane_size_min && size.is_power_of_two() && size > 1).then_some(size)
+}
+
+/// Shared memory for up to `count` sums at a time over a cube of `units` (a power of two) along x.
+#[derive(CubeType)]
+pub(crate) struct CubeSum {
+    partial: Shared<[f32]>,
+    total: Shared<[f32]>,
+    #[cube(comptime)]
+    units: usize,
+    #[cube(comptime)]
+    reduction: Reduction,
+}
+
+#[cube]
+impl CubeSum {
+    pub(crate) fn new(#[comptime] count: usize, #[comptime] units: usize, #[comptime] reduction: Reduction) -> Self {
+        let partials = comptime!(match reduction {
+            Reduction::Planes(size) => units / size as usize,
+            Reduction::Shared => units,
+        });
+        CubeSum {
+            partial: Shared::new_slice(comptime!(count * partials)),
+            total: Shared::new_slice(count),
+            units,
+            reduction,
+        }
+    }
+
+    /// Replaces every value by its sum over the cube: as many as there is room for, or fewer.
+    pub(crate) fn sum(&mut self, values: &mut Array<f32>) {
+        let count = values.len();
+        let units = comptime!(self.units);
+        match comptime!(self.reduction) {
+            Reduction::Planes(size) => {
+                plane_sums(values, count, size);
+                let planes = comptime!(units / size as usize);
+                if comptime!(planes > 1) {
+                    let plane = UNIT_POS_X / size;
+                    if UNIT_POS_X.is_multiple_of(size) {
+                        #[unroll]
+                        for k in 0..count {
+                            self.partial[k * planes + plane as usize] = values[k];
+                        }
+                    }
+                    sync_cube();
+                    self.total_of_rows(count, planes, planes);
+                    self.read(values);
+                }
+            }
+            Reduction::Shared => {
+                let unit = UNIT_POS_X as usize;
+                #[unroll]
+                for k in 0..count {
+                    self.partial[k * units + unit] = values[k];
+                }
+                sync_cube();
+                let folds = comptime!(if units > FOLD { FOLD } else { units });
+                if comptime!(folds < units) {
+                    let partials = comptime!(count * folds);
+                    #[unroll]
+                    for round in 0..comptime!(partials.div_ceil(units)) {
+                        let index = round * units + unit;
+                        if index < partials {
+                            // Only this unit touches this partial: the others of a row differ modulo `folds`.
+                            let first = index / folds * units + index % folds;
+                            let mut sum = self.partial[first];
+                            for i in 1..comptime!(units / folds) {
+                                sum += self.partial[first + i * folds];
+                            }
+                            self.partial[first] = sum;
+                        }
+                    }
+                    sync_cube();
+                }
+                self.total_of_rows(count, units, folds);
+                self.read(values);
+            }
+        }
+    }
+
+    /// `total[k] = sum of partial[k * stride ..][.. length]`
+    fn total_of_rows(&mut self, #[comptime] count: usize, #[comptime] stride: usize, #[comptime] length: usize) {
+        let units = comptime!(self.units);
+        #[unroll]
+        for round in 0..comptime!(count.div_ceil(units)) {
+            let k = round * units + UNIT_POS_X as usize;
+            if k < count {
+                let mut sum = self.partial[k * stride];
+                for i in 1..length {
+                    sum += self.partial[k * stride + i];
+                }
+                self.total[k] = sum;
+            }
+        }
+        sync_cube();
+    }
+
+    fn read(&self, values: &mut Array<f32>) {
+        #[unroll]
+        for k in 0..values.len() {
+            values[k] = self.total[k];
+        }
+    }
+}
+
+/// Replaces every value by its sum over the plane. The sums go side by side, so that their shuffles overlap.
+#[cube]
+fn plane_sums(values: &mut Array<f32>, #[comptime] count: usize, #[comptime] size: u32) {
+    #[unroll]
+    for step in 0..comptime!(size.ilog2()) {
+        #[unroll]
+        for k in 0..count {
+            values[k] += plane_shuffle_xor(values[k], comptime!(1u32 << step));
+        }
+    }
+}

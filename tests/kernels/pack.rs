@@ -1,0 +1,119 @@
+use cubecl::prelude::*;
+use dar_kernels::Tuning;
+use dar_kernels::pack::{PackFwd, pack_fwd};
+
+use super::support::{
+    Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, clients, golden_cases, inverse_rms, reductions,
+    routing, stores,
+};
+use crate::support::host::values;
+
+/// Values and inverse RMS of a history of `capacity` entries that starts as NaN, after packing `states` in turn.
+fn run(
+    client: &Client,
+    dtype: ElemType,
+    tuning: Tuning,
+    [tokens, streams, d_model]: [usize; 3],
+    states: &[(usize, &[f64])], // entry, [tokens, streams, d_model]
+    capacity: usize,
+    eps: f64,
+) -> [Vec<f64>; 2] {
+    let value = Buffer::output(client, &[capacity, tokens, streams, d_model], dtype);
+    let inv_rms = Buffer::output(client, &[capacity, tokens, streams], F32);
+    for &(entry, state) in states {
+        let state = Buffer::new(client, &[tokens, streams, d_model], dtype, state);
+        let operands =
+            PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry, eps };
+        pack_fwd(client, operands, tuning).unwrap();
+    }
+    [value.read(), inv_rms.read()]
+}
+
+/// The normalised keys of the golden cases are `inv_rms * value`.
+#[test]
+fn golden() {
+    for (client, device) in clients() {
+        for case in golden_cases("pack_") {
+            let history = case.tensor("H").unwrap().swap_axes(1); // [R, N, 2, D]
+            let keys = case.tensor("out.K").unwrap().swap_axes(1).values;
+            let &[entries, tokens, 2, d_model] = history.shape.as_slice() else { panic!("two streams") };
+            let length = tokens * 2 * d_model;
+            let states: Vec<_> = history.values.chunks(length).enumerate().collect();
+            let (eps, routing) = (case.eps().unwrap(), routing(&case));
+            let dims = [tokens, 2, d_model];
+            let [value, inv_rms] = run(&client, F32, Tuning::default(), dims, &states, entries, eps);
+            let got: Vec<f64> = (0..entries * tokens * 2 * d_model)
+                .map(|k| {
+                    let (row, column) = (k / d_model, k % d_model);
+                    let key = row / 2 * 2 + routing.key_stream(row % 2);
+                    inv_rms[key] * value[key * d_model + column]
+                })
+                .collect();
+            assert_close(&format!("{} on {device}", case.name), &[("keys", &got, &keys, 1e-5)]);
+        }
+    }
+}
+
+/// Any width, no token, one; only the packed entry changes.
+#[test]
+fn any_size() {
+    for (client, device) in clients() {
+        for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+            for tuning in reductions(&client) {
+                for [tokens, streams, d_model] in
+                    [[5, 2, 1], [5, 2, 3], [1, 1, 37], [5, 2, 130], [3, 2, 257], [2, 1, 5000], [0, 2, 8]]
+                {
+                    let state = values(1, tokens * streams * d_model, 2.0);
+                    let dims = [tokens, streams, d_model];
+                    let [value, inv_rms] = run(&client, dtype, tuning, dims, &[(1, &state)], 3, EPS);
+                    let about = format!("{dims:?} in {dtype} on {device}, {tuning:?}");
+                    let (length, rows) = (tokens * streams * d_model, tokens * streams);
+                    assert_eq!(value[length..2 * length], state, "{about}");
+                    let truth = inverse_rms(&state, d_model, EPS);
+                    assert_close(&about, &[("inv_rms", &inv_rms[rows..2 * rows], &truth, 1e-5)]);
+                    let others = value[..length].iter().chain(&value[2 * length..]);
+                    let others = others.chain(&inv_rms[..rows]).chain(&inv_rms[2 * rows..]);
+                    assert!({ others }.all(|x| x.is_nan()), "{about}: another entry changed");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn one_token_never_leaks_into_another() {
+    for (client, device) in clients() {
+        let mut state = values(2, 4 * 2 * 24, 1.0);
+        let run = |state: &[f64]| run(&client, F32, Tuning::default(), [4, 2, 24], &[(0, state)], 1, EPS);
+        let [_, clean] = run(&state);
+        state[2 * 24] = f64::NAN; // token 1
+        let [_, inv_rms] = run(&state);
+        assert_only_token(device, &inv_rms, &clean, [4, 1, 2]);
+    }
+}
+
+#[test]
+fn refusals_name_operation_argument_expected_and_got() {
+    for (client, _) in clients() {
+        let buffer = |shape: &[usize], dtype| Buffer::new(&client, shape, dtype, &vec![1.0; shape.iter().product()]);
+        let (state, value, inv_rms) = (buffer(&[5, 2, 8], F32), buffer(&[3, 5, 2, 8], F32), buffer(&[3, 5, 2], F32));
+        let half = buffer(&[3, 5, 2, 8], F16);
+        let right =
+            PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry: 2, eps: EPS };
+        let run = |operands| pack_fwd(&client, operands, Tuning::default());
+        assert_eq!(run(right), Ok(()));
+        let refused: [(_, &[&str]); 4] = [
+            (run(PackFwd { entry: 3, ..right }), &["`value`", "[3, 5, 2, 8]", "capacity ≥ 4"]),
+            (run(PackFwd { eps: f64::NAN, ..right }), &["`eps` is NaN", "finite"]),
+            (run(PackFwd { value: half.operand(), ..right }), &["`value`", "f16", "f32"]),
+            (run(PackFwd { state: inv_rms.operand(), ..right }), &["`value`", "[3, 3, 5, 2]"]),
+        ];
+        for (result, parts) in refused {
+            let message = result.unwrap_err().to_string();
+            assert!(message.starts_with("pack_fwd: "), "{message}");
+            for part in parts {
+                assert!(message.contains(part), "{message} does not name {part}");
+            }
+        }
+    }
+}
