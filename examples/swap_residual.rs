@@ -38,17 +38,16 @@ struct MixerConfig {
 
 impl MixerConfig {
     fn init(&self, device: &Device) -> Mixer {
+        let Self { tokens, d_model, layers, residual } = self;
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let norm = || LayerNormConfig::new(self.d_model).init(device);
+        let norm = || LayerNormConfig::new(*d_model).init(device);
         let branch = |width| Branch { norm: norm(), up: linear(width, 2 * width), down: linear(2 * width, width) };
         Mixer {
-            embed: linear(1, self.d_model),
-            layers: (0..self.layers)
-                .map(|_| Layer { tokens: branch(self.tokens), features: branch(self.d_model) })
-                .collect(),
-            residual: self.residual.init(&BranchLayout::new(self.d_model, 2 * self.layers), device),
+            embed: linear(1, *d_model),
+            branches: (0..*layers).flat_map(|_| [branch(*tokens), branch(*d_model)]).collect(),
+            residual: residual.init(&BranchLayout::new(*d_model, 2 * layers), device),
             norm: norm(),
-            head: linear(self.d_model, 1),
+            head: linear(*d_model, 1),
         }
     }
 }
@@ -56,17 +55,10 @@ impl MixerConfig {
 #[derive(Module, Debug)]
 struct Mixer {
     embed: Linear,
-    layers: Vec<Layer>,
+    branches: Vec<Branch>, // in turn over tokens and over features
     residual: Residual,
-    norm: LayerNorm,
+    norm: LayerNorm, // part of the contract: some schemes return the state up to a scale
     head: Linear,
-}
-
-/// Two residual branches: one mixes tokens, one mixes features.
-#[derive(Module, Debug)]
-struct Layer {
-    tokens: Branch,
-    features: Branch,
 }
 
 #[derive(Module, Debug)]
@@ -76,21 +68,17 @@ struct Branch {
     down: Linear,
 }
 
-impl Branch {
-    fn mix(&self, x: Tensor<3>) -> Tensor<3> {
-        self.down.forward(gelu(self.up.forward(x)))
-    }
-}
-
 impl Mixer {
     /// `[batch, tokens, 1]` → `[batch, tokens, 1]`
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
         let mut state = self.residual.start(self.embed.forward(x));
-        for Layer { tokens, features } in &self.layers {
-            state = self.residual.branch(state, |x| tokens.mix(tokens.norm.forward(x).swap_dims(1, 2)).swap_dims(1, 2));
-            state = self.residual.branch(state, |x| features.mix(features.norm.forward(x)));
+        for (index, Branch { norm, up, down }) in self.branches.iter().enumerate() {
+            let mix = |x| down.forward(gelu(up.forward(x)));
+            state = self.residual.branch(state, |x| match index % 2 {
+                0 => mix(norm.forward(x).swap_dims(1, 2)).swap_dims(1, 2),
+                _ => mix(norm.forward(x)),
+            });
         }
-        // The final norm is part of the contract: some schemes return the state up to a scale.
         self.head.forward(self.norm.forward(self.residual.finish(state)))
     }
 }
