@@ -40,6 +40,8 @@ pub fn prefix(history: &History, queries: Tensor<3>, routing: Routing) -> Vec<Re
     require_shape("prefix", "queries", "[branches, streams, d_model]", [branches, streams, d_model], &queries);
     require_device("prefix", "queries", &history.entries()[0].key, &queries);
 
+    // Transposed once, not for every entry: a sum of transposed gradients is what Burn 0.22.1 fuses into a wrong result on
+    // wgpu.
     let queries = columns(queries, history.entries()[0].key.dtype());
     // One flat axis beside the entries: Burn 0.22.1 cannot fuse a reduction over the first axis whose last axis has length
     // 1 (its kernel does not compile).
