@@ -1,5 +1,6 @@
 //! The example programs, run as a user runs them: `cargo test` builds them beside the tests.
 
+mod conformance;
 mod generate;
 mod swap_residual;
 mod train;
