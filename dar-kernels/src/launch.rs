@@ -1,12 +1,29 @@
 //! What the launch choices of all kernels share.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use cubecl::prelude::*;
 
 use crate::reduce::Reduction;
 
-/// The most units of a row kernel unless registers run out: 256 leave room for several cubes on a multiprocessor, whose
-/// loads overlap one cube's barriers.
+/// The most units of a row kernel on a GPU unless registers run out: 256 leave room for several cubes on a multiprocessor,
+/// whose loads overlap one cube's barriers.
 const USUAL_UNITS: usize = 256;
+
+/// The same where units are lanes of a CPU: a core runs the units of a cube in turn between two barriers, so that more
+/// than a few vector registers of them only add barriers. Measured on software Vulkan: twice as fast as 64 units.
+const CPU_UNITS: usize = 16;
+
+/// The widest vector: the eight scalars of a site are whole vectors.
+const MOST_LANES: usize = 8;
+
+static LAUNCHES: AtomicU64 = AtomicU64::new(0);
+
+/// How many kernels this crate has launched in this process, on all devices and threads. A test or a benchmark that asks
+/// before and after knows that kernels ran, and not something else that gives the same numbers.
+pub fn launches() -> u64 {
+    LAUNCHES.load(Ordering::Relaxed)
+}
 
 /// Overrides of launch choices; the default leaves them to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -15,46 +32,68 @@ pub struct Tuning {
     pub reduction: Option<Reduction>,
 }
 
-impl Tuning {
-    pub(crate) fn reduction(&self, client: &Client) -> Reduction {
-        self.reduction.unwrap_or_else(|| Reduction::of_device(client))
-    }
-}
-
-/// Elements a vector: as wide as one load may be (16 bytes on most devices) and divides `d_model`.
-pub(crate) fn lanes(client: &Client, dtype: ElemType, d_model: usize) -> usize {
-    client.io_optimized_vector_sizes(dtype.size()).filter(|lanes| d_model.is_multiple_of(*lanes)).max().unwrap_or(1)
-}
-
-/// One cube a row of `vectors`: how many units walk it, and how many vectors each unit keeps in registers.
+/// One cube a row of a state: how its units share the columns, and how they add. A column is a vector of `lanes`
+/// elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Row {
+    /// Elements a vector.
+    pub(crate) lanes: usize,
     /// A power of two.
     pub(crate) units: usize,
-    /// Vectors a unit, `units` apart.
+    /// Columns that each unit keeps in registers, `units` apart.
     pub(crate) columns: usize,
+    pub(crate) reduction: Reduction,
 }
 
 impl Row {
-    /// For a kernel that keeps no column in registers.
-    pub(crate) const ANY_COLUMNS: usize = usize::MAX;
+    /// For a kernel that walks the columns and keeps none.
+    pub(crate) fn walked(client: &Client, dtype: ElemType, d_model: usize, tuning: Tuning) -> Self {
+        // One kernel for all widths that have as many units.
+        Self { columns: 0, ..Self::choose(client, dtype, d_model, tuning, usize::MAX) }
+    }
 
-    /// The smallest cube that covers `vectors`, up to [`USUAL_UNITS`], past them only while a unit would hold more than
+    /// For a kernel that keeps `arrays` values of every element in registers, of which a unit has `registers` for them.
+    pub(crate) fn held(
+        client: &Client,
+        dtype: ElemType,
+        d_model: usize,
+        tuning: Tuning,
+        arrays: usize,
+        registers: usize,
+    ) -> Self {
+        let most_columns = (registers / (arrays * lanes(client, dtype, d_model))).max(1);
+        Self::choose(client, dtype, d_model, tuning, most_columns)
+    }
+
+    /// The smallest cube that covers the row, up to the usual units, past them only while a unit would hold more than
     /// `most_columns`.
-    pub(crate) fn choose(client: &Client, vectors: usize, most_columns: usize, reduction: Reduction) -> Self {
+    fn choose(client: &Client, dtype: ElemType, d_model: usize, tuning: Tuning, most_columns: usize) -> Self {
+        let lanes = lanes(client, dtype, d_model);
+        let vectors = d_model / lanes;
+        let reduction = tuning.reduction.unwrap_or_else(|| Reduction::of_device(client));
         let hardware = &client.properties().hardware;
-        let limit = hardware.max_units_per_cube.min(hardware.max_cube_dim.0).max(1).ilog2();
-        let limit = 1usize << limit;
-        let mut units = vectors.next_power_of_two().clamp(reduction.least_units(), USUAL_UNITS.min(limit));
+        let limit = 1usize << hardware.max_units_per_cube.min(hardware.max_cube_dim.0).max(1).ilog2();
+        let usual = if runs_on_cpu(client) { CPU_UNITS } else { USUAL_UNITS };
+        let least = reduction.least_units();
+        let mut units = vectors.next_power_of_two().clamp(least, usual.min(limit).max(least));
         while units < limit && vectors.div_ceil(units) > most_columns {
             units *= 2;
         }
-        Self { units, columns: vectors.div_ceil(units) }
+        Self { lanes, units, columns: vectors.div_ceil(units), reduction }
     }
 
-    /// The same row with half the units.
-    pub(crate) fn halved(self) -> Self {
-        Self { units: self.units / 2, columns: self.columns * 2 }
+    /// The same row in as few units as it takes for `sums` sums at a time to fit into shared memory.
+    pub(crate) fn fit(mut self, client: &Client, sums: usize) -> Self {
+        while self.units > self.reduction.least_units() && !self.fits(client, sums) {
+            self.units /= 2;
+            self.columns *= 2;
+        }
+        self
+    }
+
+    /// Whether shared memory has room for `sums` sums at a time.
+    pub(crate) fn fits(self, client: &Client, sums: usize) -> bool {
+        self.reduction.shared_bytes(sums, self.units) <= client.properties().hardware.max_shared_memory_size
     }
 
     pub(crate) fn cube_dim(self) -> CubeDim {
@@ -62,15 +101,47 @@ impl Row {
     }
 }
 
-/// `count` cubes over x and y, past the limit of one axis, and `groups` over z. Kernels find theirs with
-/// [`cube_index`] and stop past `count`.
-pub(crate) fn cube_count(client: &Client, count: usize, groups: usize) -> CubeCount {
+/// Elements a vector: as wide as one load may be (16 bytes on most devices) and divides `d_model`.
+pub(crate) fn lanes(client: &Client, dtype: ElemType, d_model: usize) -> usize {
+    let widths = client.io_optimized_vector_sizes(dtype.size());
+    widths.filter(|&lanes| lanes <= MOST_LANES && d_model.is_multiple_of(lanes)).max().unwrap_or(1)
+}
+
+/// Whether units are lanes of a CPU's vectors. No property says so of a software adapter, but two together do: CubeCL hides
+/// plane operations there, and planes have one size, that of a vector register. A GPU without plane operations reports
+/// a range of sizes or none.
+fn runs_on_cpu(client: &Client) -> bool {
+    const MOST_CPU_LANES: u32 = 16;
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let hidden = !properties.features.plane.contains(cubecl::features::Plane::Ops);
+    let one_size = hardware.plane_size_min == hardware.plane_size_max && hardware.plane_size_max > 1;
+    hardware.num_cpu_cores.is_some() || (hidden && one_size && hardware.plane_size_max <= MOST_CPU_LANES)
+}
+
+/// The cubes of one launch, which is counted by asking for them: `count` over x and y, past the limit of one axis, and
+/// `groups` over z. Kernels find theirs with [`cube_index`] and stop past `count`.
+pub(crate) fn cubes(client: &Client, count: usize, groups: usize) -> CubeCount {
+    LAUNCHES.fetch_add(1, Ordering::Relaxed);
     let x = count.min(client.properties().hardware.max_cube_count.0 as usize);
     CubeCount::Static(x as u32, count.div_ceil(x) as u32, groups as u32)
+}
+
+/// The cubes of one launch with a unit for each of `count` elements, and their size, which is `units` where the device has
+/// so many. Kernels find theirs with [`element_index`] and stop past `count`.
+pub(crate) fn elements(client: &Client, count: usize, units: usize) -> (CubeCount, CubeDim) {
+    let units = units.min(client.properties().hardware.max_units_per_cube as usize);
+    (cubes(client, count.div_ceil(units), 1), CubeDim::new_1d(units as u32))
 }
 
 /// The index of this cube over x and y.
 #[cube]
 pub(crate) fn cube_index() -> usize {
     CUBE_POS_Y as usize * CUBE_COUNT_X as usize + CUBE_POS_X as usize
+}
+
+/// The index of this unit over all cubes.
+#[cube]
+pub(crate) fn element_index() -> usize {
+    cube_index() * CUBE_DIM_X as usize + UNIT_POS_X as usize
 }

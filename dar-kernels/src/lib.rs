@@ -76,7 +76,6 @@
 
 mod dims;
 mod error;
-mod gate;
 mod launch;
 mod numeric;
 mod operand;
@@ -86,12 +85,13 @@ pub mod read;
 mod reduce;
 mod routing;
 mod rows;
+pub mod site;
 mod softmax;
 pub mod write;
 
 pub use dims::Dims;
 pub use error::KernelError;
-pub use launch::Tuning;
+pub use launch::{Tuning, launches};
 pub use operand::{F32, Operand};
 pub use reduce::Reduction;
 pub use routing::Routing;

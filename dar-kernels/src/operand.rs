@@ -38,28 +38,13 @@ pub const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// Checks the operands of one call.
 pub(crate) struct Check {
-    operation: &'static str,
+    pub(crate) operation: &'static str,
     longest: usize,
 }
 
 impl Check {
     pub(crate) const fn of(operation: &'static str) -> Self {
         Self { operation, longest: 0 }
-    }
-
-    /// The sizes of a state.
-    pub(crate) fn state(&self, argument: &'static str, operand: &Operand) -> Result<Dims, KernelError> {
-        let &[tokens, streams, d_model] = operand.shape else {
-            return Err(self.wrong_shape(argument, operand, "[tokens, streams, d_model]"));
-        };
-        if streams == 0 || d_model == 0 {
-            return Err(self.wrong_shape(
-                argument,
-                operand,
-                "[tokens, streams, d_model] with streams ≥ 1 and d_model ≥ 1",
-            ));
-        }
-        Ok(Dims { tokens, streams, d_model })
     }
 
     /// `[tokens, d_model]` of the input or the output of a branch.
@@ -95,12 +80,49 @@ impl Check {
         }
     }
 
+    /// Reads and outputs of the queries of a pass.
+    pub(crate) fn queries(&self, argument: &'static str, query: &Operand) -> Result<[usize; 2], KernelError> {
+        match *query.shape {
+            [reads @ (1..), outputs @ (1..), _] => Ok([reads, outputs]),
+            _ => Err(self.wrong_shape(argument, query, "[reads, outputs, d_model] with reads ≥ 1 and outputs ≥ 1")),
+        }
+    }
+
     /// The length of the first axis, at least one.
     pub(crate) fn leading(&self, argument: &'static str, operand: &Operand) -> Result<usize, KernelError> {
         match *operand.shape {
             [length @ (1..), ..] => Ok(length),
             _ => Err(self.wrong_shape(argument, operand, "a first axis of length ≥ 1")),
         }
+    }
+
+    /// `index` is one of `length`, which `of` names.
+    pub(crate) fn index(
+        &mut self,
+        argument: &'static str,
+        index: usize,
+        of: &str,
+        length: usize,
+    ) -> Result<&mut Self, KernelError> {
+        if index < length {
+            return Ok(self);
+        }
+        Err(KernelError::value(self.operation, argument, format!("less than the {length} {of}"), index))
+    }
+
+    /// `first + count` is at most `length`, which `of` names.
+    pub(crate) fn range(
+        &mut self,
+        argument: &'static str,
+        [first, count]: [usize; 2],
+        of: &str,
+        length: usize,
+    ) -> Result<&mut Self, KernelError> {
+        if first.checked_add(count).is_some_and(|end| end <= length) {
+            return Ok(self);
+        }
+        let expected = format!("at most {}, as {count} of {length} {of} follow", length.saturating_sub(count));
+        Err(KernelError::value(self.operation, argument, expected, first))
     }
 
     /// `eps` is a finite number ≥ 0.
@@ -132,6 +154,18 @@ impl Check {
         }
         self.longest = self.longest.max(operand.elements());
         Ok(self)
+    }
+
+    /// `operand` has this element type and this shape.
+    pub(crate) fn fits(
+        &mut self,
+        argument: &'static str,
+        operand: &Operand,
+        dtype: ElemType,
+        axes: &str,
+        expected: &[usize],
+    ) -> Result<&mut Self, KernelError> {
+        self.dtype(argument, operand, dtype)?.shape(argument, operand, axes, expected)
     }
 
     /// `operand` is stored in f32, f16 or bf16, and the device has that type.

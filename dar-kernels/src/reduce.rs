@@ -14,6 +14,7 @@ use cubecl::features::Plane;
 use cubecl::prelude::*;
 
 use crate::KernelError;
+use crate::launch::Row;
 
 /// Partials to which the shared path folds a row: adding 16 in one unit costs less than the barriers of more folds.
 const FOLD: usize = 16;
@@ -76,7 +77,7 @@ fn plane_size(client: &Client) -> Option<u32> {
     (size == hardware.plane_size_min && size.is_power_of_two() && size > 1).then_some(size)
 }
 
-/// Shared memory for up to `count` sums at a time over a cube of `units` (a power of two) along x.
+/// Shared memory for up to `count` sums at a time over the units of a row's cube.
 #[derive(CubeType)]
 pub(crate) struct CubeSum {
     partial: Shared<[f32]>,
@@ -89,7 +90,9 @@ pub(crate) struct CubeSum {
 
 #[cube]
 impl CubeSum {
-    pub(crate) fn new(#[comptime] count: usize, #[comptime] units: usize, #[comptime] reduction: Reduction) -> Self {
+    pub(crate) fn new(#[comptime] count: usize, #[comptime] row: Row) -> Self {
+        let units = comptime!(row.units);
+        let reduction = comptime!(row.reduction);
         let partials = comptime!(match reduction {
             Reduction::Planes(size) => units / size as usize,
             Reduction::Shared => units,

@@ -44,12 +44,17 @@ impl Routing {
         matches!(self, Self::SelfKeyValue) || streams == 2
     }
 
-    /// Refuses a routing that does not exist for `streams` streams.
-    pub(crate) fn check(self, operation: &'static str, streams: usize) -> Result<(), KernelError> {
-        if self.fits(streams) {
+    /// Refuses a routing that does not exist for `streams` streams of the candidates and `outputs` retrieved ones. A history
+    /// may hold two streams for one output: the first gives the key, the second the value.
+    pub(crate) fn check(self, operation: &'static str, streams: usize, outputs: usize) -> Result<(), KernelError> {
+        if !self.fits(streams) {
+            let expected = format!("one that exists for {streams} stream(s): SelfKeyValue");
+            return Err(KernelError::value(operation, "routing", expected, format!("{self:?}")));
+        }
+        if outputs == streams || (outputs, self) == (1, Self::FixedKeyValue) {
             return Ok(());
         }
-        let expected = format!("one that exists for {streams} stream(s): SelfKeyValue");
-        Err(KernelError::value(operation, "routing", expected, format!("{self:?}")))
+        let one = if streams == 2 { ", or 1 with FixedKeyValue" } else { "" };
+        Err(KernelError::value(operation, "outputs of the query", format!("{streams} as in `value`{one}"), outputs))
     }
 }

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::KernelError;
-use crate::launch::{cube_count, cube_index};
+use crate::launch::{element_index, elements};
 use crate::operand::{Check, F32, Operand};
 
 /// Cubes of a first stage at most: two on each multiprocessor of a large GPU. Every row is written and read once more.
@@ -21,8 +21,8 @@ const LEAST_ITEMS: usize = 8;
 /// Bytes of all rows at most: half of the smallest limit of a buffer among devices (128 MiB).
 const MOST_BYTES: usize = 64 << 20;
 
-/// Units of a cube of the second stage: its columns are independent, and neighbours load neighbours.
-const UNITS: usize = 64;
+/// Units of a cube of the second stage: its columns are independent, and few enough for many cubes.
+pub(crate) const SUM_UNITS: usize = 64;
 
 /// Cubes of a first stage over `items` whose rows have `length` elements.
 pub(crate) fn rows(items: usize, length: usize) -> usize {
@@ -45,20 +45,12 @@ impl Rows {
         Operand::new(&self.handle, &self.shape, F32)
     }
 
-    /// Sums the rows into `sum`, which has as many elements as a row.
-    pub(crate) fn sum(&self, client: &Client, sum: &Operand, address: AddressType) {
+    /// Sums the rows into `sum` from element `offset` on, or adds the sum to what is there.
+    pub(crate) fn sum(&self, client: &Client, sum: &Operand, offset: usize, add: bool, address: AddressType) {
         let [rows, length] = self.shape;
-        let units = UNITS.min(client.properties().hardware.max_units_per_cube as usize);
-        sum_rows_kernel::launch(
-            client,
-            cube_count(client, length.div_ceil(units), 1),
-            CubeDim::new_1d(units as u32),
-            address,
-            self.operand().argument(1),
-            sum.argument(1),
-            rows,
-            length,
-        );
+        let (count, dim) = elements(client, length, SUM_UNITS);
+        let (row, sum) = (self.operand().argument(1), sum.argument(1));
+        sum_rows_kernel::launch(client, count, dim, address, row, sum, offset, rows, length, add);
     }
 
     /// Counts the rows among what the index type has to reach.
@@ -70,17 +62,29 @@ impl Rows {
 #[cube(launch, address_type = "dynamic")]
 fn sum_rows_kernel(
     row: &[f32],     // [rows, length]
-    sum: &mut [f32], // [length]
+    sum: &mut [f32], // `length` from `offset` on
+    offset: usize,
     rows: usize,
     length: usize,
+    #[comptime] add: bool,
 ) {
-    let column = cube_index() * CUBE_DIM_X as usize + UNIT_POS_X as usize;
+    let column = element_index();
     if column >= length {
         terminate!();
     }
+    let mut total = sum_of_column(row, column, rows, length);
+    if comptime!(add) {
+        total += sum[offset + column];
+    }
+    sum[offset + column] = total;
+}
+
+/// The sum of a column of `[rows, length]`, in the order of the rows.
+#[cube]
+pub(crate) fn sum_of_column(row: &[f32], column: usize, rows: usize, length: usize) -> f32 {
     let mut total = row[column];
     for r in 1..rows {
         total += row[r * length + column];
     }
-    sum[column] = total;
+    total
 }

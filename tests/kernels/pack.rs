@@ -14,14 +14,16 @@ fn run(
     dtype: ElemType,
     tuning: Tuning,
     [tokens, streams, d_model]: [usize; 3],
-    states: &[(usize, &[f64])], // entry, [tokens, streams, d_model]
+    states: &[(usize, &[f64])], // entry, [tokens, streams, d_model] or [tokens, d_model]
     capacity: usize,
     eps: f64,
 ) -> [Vec<f64>; 2] {
     let value = Buffer::output(client, &[capacity, tokens, streams, d_model], dtype);
     let inv_rms = Buffer::output(client, &[capacity, tokens, streams], F32);
     for &(entry, state) in states {
-        let state = Buffer::new(client, &[tokens, streams, d_model], dtype, state);
+        let shared = state.len() < tokens * streams * d_model;
+        let shape: &[usize] = if shared { &[tokens, d_model] } else { &[tokens, streams, d_model] };
+        let state = Buffer::new(client, shape, dtype, state);
         let operands =
             PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry, eps };
         pack_fwd(client, operands, tuning).unwrap();
@@ -80,6 +82,25 @@ fn any_size() {
     }
 }
 
+/// An embedding is what every stream starts with.
+#[test]
+fn all_streams_from_one_state() {
+    for (client, device) in clients() {
+        for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+            for [tokens, streams, d_model] in [[5, 2, 3], [3, 2, 130], [1, 4, 37]] {
+                let embedding = values(1, tokens * d_model, 2.0);
+                let all: Vec<f64> = embedding.chunks(d_model).flat_map(|row| row.repeat(streams)).collect();
+                let run = |state: &[f64]| {
+                    run(&client, dtype, Tuning::default(), [tokens, streams, d_model], &[(0, state)], 1, EPS)
+                };
+                let found = run(&embedding);
+                assert_eq!(found[0], all, "{device}");
+                assert_eq!(found, run(&all), "{tokens} × {streams} × {d_model} in {dtype} on {device}");
+            }
+        }
+    }
+}
+
 #[test]
 fn one_token_never_leaks_into_another() {
     for (client, device) in clients() {
@@ -106,7 +127,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             (run(PackFwd { entry: 3, ..right }), &["`value`", "[3, 5, 2, 8]", "capacity ≥ 4"]),
             (run(PackFwd { eps: f64::NAN, ..right }), &["`eps` is NaN", "finite"]),
             (run(PackFwd { value: half.operand(), ..right }), &["`value`", "f16", "f32"]),
-            (run(PackFwd { state: inv_rms.operand(), ..right }), &["`value`", "[3, 3, 5, 2]"]),
+            (run(PackFwd { state: inv_rms.operand(), ..right }), &["`state`", "[3, 5, 2]", "[5, 2, 8]"]),
         ];
         for (result, parts) in refused {
             let message = result.unwrap_err().to_string();

@@ -1,11 +1,8 @@
 use cubecl::prelude::*;
 use dar_burn::Routing;
-use dar_burn::ops::prefix;
-use dar_kernels::prefix::{
-    PrefixBwdHistory, PrefixBwdQuery, PrefixBwdShift, PrefixFwd, prefix_bwd_history, prefix_bwd_query,
-    prefix_bwd_shift, prefix_fwd,
-};
-use dar_kernels::{KernelError, Reduction, Tuning};
+use dar_burn::ops::{Retrieved, prefix};
+use dar_kernels::prefix::{PrefixFwd, prefix_fwd};
+use dar_kernels::{KernelError, Reduction, Tuning, launches};
 
 use super::support::{
     BF16, Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient,
@@ -13,6 +10,10 @@ use super::support::{
 };
 use crate::support::golden::Case;
 use crate::support::host::{relative_error, values};
+
+/// Rows of the arenas before the reads of a problem, and slots before their states. One row comes behind.
+const FIRST: usize = 2;
+const SLOT: usize = 1;
 
 /// One history and the queries of a block.
 #[derive(Debug, Clone)]
@@ -22,19 +23,19 @@ struct Problem {
     d_model: usize,
     entries: usize,
     branches: usize,
+    outputs: usize, // streams of a query
     routing: Routing,
     eps: f64,
-    states: Vec<f64>,              // [entries, tokens, streams, d_model]
-    queries: Vec<f64>,             // [branches, streams, d_model]
-    query_dtype: Option<ElemType>, // that of the states otherwise
+    states: Vec<f64>,  // [entries, tokens, streams, d_model]
+    queries: Vec<f64>, // [branches, outputs, d_model]
 }
 
 /// Outputs of a prefix.
 #[derive(Debug, Clone, PartialEq)]
 struct Found {
-    lse: Vec<f64>,   // [branches, tokens, streams]
-    logit: Vec<f64>, // [entries, branches, tokens, streams]
-    state: Vec<f64>, // [branches, tokens, streams, d_model]
+    lse: Vec<f64>,   // [branches, tokens, outputs]
+    logit: Vec<f64>, // [entries, branches, tokens, outputs]
+    state: Vec<f64>, // [branches, tokens, outputs, d_model]
 }
 
 impl Problem {
@@ -52,7 +53,8 @@ impl Problem {
             *x *= [1.0, 4.0, 0.25][k / length % 3];
         }
         let queries = values(2, branches * streams * d_model, logits * 2.0 / (d_model as f64).sqrt());
-        Self { tokens, streams, d_model, entries, branches, routing, eps: EPS, states, queries, query_dtype: None }
+        let outputs = streams;
+        Self { tokens, streams, d_model, entries, branches, outputs, routing, eps: EPS, states, queries }
     }
 
     fn golden(case: &Case) -> Self {
@@ -68,24 +70,48 @@ impl Problem {
             eps: case.eps().unwrap(),
             states: states.values,
             queries: queries.values.clone(),
-            query_dtype: None,
+            outputs: 2,
         }
     }
 
-    /// The kernel on a buffer with room for one entry more, which is NaN.
-    fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
-        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
-        let room = |values: &[f64], row: usize| {
-            values.iter().copied().chain(std::iter::repeat_n(f64::NAN, tokens * streams * row)).collect::<Vec<_>>()
-        };
+    /// Attention Residuals with projected values: stream 0 gives the key of one output and stream 1 its value.
+    fn projected(tokens: usize, d_model: usize, entries: usize, branches: usize) -> Self {
+        let problem = Self::new([tokens, 2, d_model], entries, branches, Routing::FixedKeyValue, 3.0);
+        Self { outputs: 1, queries: problem.queries[..branches * d_model].to_vec(), ..problem }
+    }
+
+    /// Queries of as many streams as states: zeros where there are no outputs.
+    fn all_queries(&self) -> Vec<f64> {
+        let queries = self.queries.chunks(self.outputs * self.d_model);
+        let rest = vec![0.0; (self.streams - self.outputs) * self.d_model];
+        queries.flat_map(|query| [query, &rest].concat()).collect()
+    }
+
+    /// The history in a buffer with room for one entry more, which is NaN, and its inverse RMS.
+    fn history(&self, client: &Client, dtype: ElemType) -> [Buffer; 2] {
+        let Self { tokens, streams, d_model, entries, .. } = *self;
         let inv_rms = inverse_rms(&self.states, d_model, self.eps);
-        let value = Buffer::new(client, &[entries + 1, tokens, streams, d_model], dtype, &room(&self.states, d_model));
-        let inv_rms = Buffer::new(client, &[entries + 1, tokens, streams], F32, &room(&inv_rms, 1));
-        let query =
-            Buffer::new(client, &[branches, streams, d_model], self.query_dtype.unwrap_or(dtype), &self.queries);
-        let lse = Buffer::output(client, &[branches, tokens, streams], F32);
-        let logit = Buffer::output(client, &[entries, branches, tokens, streams], F32);
-        let state = Buffer::output(client, &[branches, tokens, streams, d_model], dtype);
+        let rows = [entries + 1, 0];
+        [
+            Buffer::arena(client, rows, &[tokens, streams, d_model], dtype, &self.states),
+            Buffer::arena(client, rows, &[tokens, streams], F32, &inv_rms),
+        ]
+    }
+
+    /// The queries in an arena with rows of no concern around them.
+    fn query(&self, client: &Client) -> Buffer {
+        let Self { d_model, branches, outputs, .. } = *self;
+        Buffer::arena(client, [FIRST + branches + 1, FIRST], &[outputs, d_model], F32, &self.queries)
+    }
+
+    fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
+        let Self { tokens, d_model, entries, branches, outputs, .. } = *self;
+        let reads = FIRST + branches + 1;
+        let [value, inv_rms] = self.history(client, dtype);
+        let query = self.query(client);
+        let lse = Buffer::output(client, &[reads, tokens, outputs], F32);
+        let logit = Buffer::output(client, &[entries + 1, reads, tokens, outputs], F32);
+        let state = Buffer::output(client, &[SLOT + branches + 1, tokens, outputs, d_model], dtype);
         let operands = PrefixFwd {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
@@ -94,19 +120,35 @@ impl Problem {
             logit: logit.operand(),
             state: state.operand(),
             entries,
+            first: FIRST,
+            count: branches,
+            slot: SLOT,
         };
+        let before = launches();
         prefix_fwd(client, operands, self.routing, tuning).unwrap();
-        Found { lse: lse.read(), logit: logit.read(), state: state.read() }
+        assert!(tokens == 0 || launches() > before);
+        let (length, start, end) = (tokens * outputs, FIRST * tokens * outputs, (FIRST + branches) * tokens * outputs);
+        let logit = logit.rows(0, entries);
+        let logit = logit.chunks((reads * length).max(1)).flat_map(|entry| {
+            assert!(entry[..start].iter().chain(&entry[end..]).all(|x| x.is_nan()), "a logit of no concern changed");
+            entry[start..end].to_vec()
+        });
+        Found { lse: lse.rows(FIRST, branches), logit: logit.collect(), state: state.rows(SLOT, branches) }
     }
 
     /// The composed operation in f64.
     fn truth(&self) -> Found {
-        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
+        let Self { tokens, streams, d_model, entries, branches, outputs, .. } = *self;
         let found = |entries: std::ops::Range<usize>| {
             let length = tokens * streams * d_model;
             let states = &self.states[entries.start * length..entries.end * length];
             let (history, _) = history(states, [entries.len(), tokens, streams, d_model], self.eps, truth);
-            prefix(&history, truth(&self.queries, [branches, streams, d_model]), self.routing)
+            let all = prefix(&history, truth(&self.all_queries(), [branches, streams, d_model]), self.routing);
+            let outputs = all.into_iter().map(|Retrieved { lse, state }| Retrieved {
+                lse: lse.narrow(1, 0, outputs),
+                state: state.narrow(1, 0, outputs),
+            });
+            outputs.collect::<Vec<_>>()
         };
         let all = found(0..entries);
         Found {
@@ -130,159 +172,6 @@ impl Found {
                 ("state", &self.state, &truth.state, bound(dtype)),
             ],
         );
-    }
-}
-
-/// What reaches the outputs of a prefix.
-struct Cotangents {
-    lse: Vec<f64>,   // [branches, tokens, streams]
-    state: Vec<f64>, // [branches, tokens, streams, d_model]
-}
-
-/// Gradients of a prefix.
-#[derive(Debug, PartialEq)]
-struct Gradients {
-    states: Vec<f64>,  // [entries, tokens, streams, d_model]
-    queries: Vec<f64>, // [branches, streams, d_model]
-}
-
-impl Gradients {
-    #[track_caller]
-    fn assert_close(&self, truth: &Self, bound: f64, about: &str) {
-        assert_close(
-            about,
-            &[("d_value", &self.states, &truth.states, bound), ("d_query", &self.queries, &truth.queries, bound)],
-        );
-    }
-}
-
-impl Problem {
-    fn cotangents(&self) -> Cotangents {
-        let heads = self.branches * self.tokens * self.streams;
-        Cotangents { lse: values(3, heads, 1.0), state: values(4, heads * self.d_model, 1.0) }
-    }
-
-    /// Forward, then backward, the entries in two parts: the last alone, as where a block closes, then the others.
-    fn run_bwd(&self, client: &Client, dtype: ElemType, tuning: Tuning, cotangents: &Cotangents) -> Gradients {
-        let Self { tokens, streams, d_model, entries, branches, routing, .. } = *self;
-        let found = self.run(client, dtype, tuning);
-        let heads = [branches, tokens, streams];
-        let states = [branches, tokens, streams, d_model];
-        let value = Buffer::new(client, &[entries, tokens, streams, d_model], dtype, &self.states);
-        let inv_rms = inverse_rms(&self.states, d_model, self.eps);
-        let inv_rms = Buffer::new(client, &[entries, tokens, streams], F32, &inv_rms);
-        let query = Buffer::new(client, &[branches, streams, d_model], dtype, &self.queries);
-        let lse = Buffer::new(client, &heads, F32, &found.lse);
-        let logit = Buffer::new(client, &[entries, branches, tokens, streams], F32, &found.logit);
-        let state = Buffer::new(client, &states, dtype, &found.state);
-        let d_state = Buffer::new(client, &states, dtype, &cotangents.state);
-        let d_lse = Buffer::new(client, &heads, F32, &cotangents.lse);
-        let shift = Buffer::output(client, &heads, F32);
-        let d_logit = Buffer::output(client, &[entries, branches, tokens, streams], F32);
-        let d_query = Buffer::output(client, &[branches, streams, d_model], F32);
-
-        let operands = PrefixBwdShift {
-            state: state.operand(),
-            d_state: d_state.operand(),
-            d_lse: d_lse.operand(),
-            shift: shift.operand(),
-        };
-        prefix_bwd_shift(client, operands, tuning).unwrap();
-        let entries_from = |first: usize, count: usize| {
-            let d_value = Buffer::output(client, &[count, tokens, streams, d_model], dtype);
-            let operands = PrefixBwdHistory {
-                value: value.operand(),
-                inv_rms: inv_rms.operand(),
-                query: query.operand(),
-                lse: lse.operand(),
-                logit: logit.operand(),
-                d_state: d_state.operand(),
-                shift: shift.operand(),
-                d_logit: d_logit.operand(),
-                d_value: d_value.operand(),
-                first,
-            };
-            prefix_bwd_history(client, operands, routing, tuning).unwrap();
-            d_value.read()
-        };
-        let last = entries_from(entries - 1, 1);
-        let mut states = entries_from(0, entries - 1);
-        states.extend(last);
-        let operands = PrefixBwdQuery {
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            d_logit: d_logit.operand(),
-            d_query: d_query.operand(),
-        };
-        prefix_bwd_query(client, operands, routing, tuning).unwrap();
-        Gradients { states, queries: d_query.read() }
-    }
-
-    /// Automatic differentiation of the composed operation in f64.
-    fn truth_bwd(&self, cotangents: &Cotangents) -> Gradients {
-        let Self { tokens, streams, d_model, entries, branches, .. } = *self;
-        let queries = leaf(&self.queries, [branches, streams, d_model]);
-        let (history, states) = history(&self.states, [entries, tokens, streams, d_model], self.eps, leaf);
-        let found = prefix(&history, queries.clone(), self.routing).into_iter().enumerate();
-        let length = tokens * streams;
-        let loss = found.map(|(s, retrieved)| {
-            let d_lse = leaf(&cotangents.lse[s * length..][..length], [tokens, streams]);
-            let d_state = &cotangents.state[s * length * d_model..][..length * d_model];
-            (retrieved.lse * d_lse).sum() + (retrieved.state * leaf(d_state, [tokens, streams, d_model])).sum()
-        });
-        let gradients = loss.reduce(|sum, term| sum + term).unwrap().backward();
-        Gradients {
-            states: states.iter().flat_map(|state| gradient(state, &gradients)).collect(),
-            queries: gradient(&queries, &gradients),
-        }
-    }
-}
-
-#[test]
-fn golden_backward() {
-    for (client, device) in clients() {
-        for case in golden_cases("prefix_") {
-            let problem = Problem::golden(&case);
-            let token_major = |name| case.tensor(name).unwrap().swap_axes(1).values;
-            let cotangents = Cotangents { lse: token_major("cot.zeta"), state: token_major("cot.hist") };
-            let truth =
-                Gradients { states: token_major("grad.H"), queries: case.tensor("grad.q").unwrap().values.clone() };
-            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
-                let found = problem.run_bwd(&client, dtype, Tuning::default(), &cotangents);
-                let least = if case.is_extreme() { 1e-3 } else { 1e-5 };
-                found.assert_close(&truth, bound(dtype).max(least), &format!("{} in {dtype} on {device}", case.name));
-            }
-        }
-    }
-}
-
-/// The widths and groups of the forward; more queries than one step takes, all routings by the golden cases.
-#[test]
-fn backward_of_any_size() {
-    for (client, device) in clients() {
-        for (dims, entries, branches, routing) in [
-            ([5, 2, 1], 3, 2, Routing::CrossKey),
-            ([5, 2, 3], 1, 2, Routing::CrossKey),
-            ([1, 2, 37], 3, 2, Routing::CrossKey),
-            ([5, 2, 130], 3, 2, Routing::CrossKey),
-            ([5, 2, 257], 3, 2, Routing::CrossKey),
-            ([3, 2, 24], 64, 11, Routing::CrossKey),
-            ([3, 1, 24], 5, 3, Routing::SelfKeyValue),
-            ([700, 2, 3], 3, 2, Routing::CrossKey),
-        ] {
-            let problem = Problem::new(dims, entries, branches, routing, 3.0);
-            let cotangents = problem.cotangents();
-            let truth = problem.truth_bwd(&cotangents);
-            for tuning in reductions(&client) {
-                let about = format!("{dims:?}, {entries} entries, {branches} queries on {device}, {tuning:?}");
-                let found = problem.run_bwd(&client, F32, tuning, &cotangents);
-                found.assert_close(&truth, 1e-5, &about);
-                assert_eq!(found, problem.run_bwd(&client, F32, tuning, &cotangents), "{about}: other bits");
-            }
-        }
-        let empty = Problem::new([0, 2, 24], 3, 4, Routing::CrossKey, 3.0);
-        let found = empty.run_bwd(&client, F32, Tuning::default(), &empty.cotangents());
-        assert_eq!(found, Gradients { states: Vec::new(), queries: vec![0.0; 4 * 2 * 24] }, "{device}");
     }
 }
 
@@ -367,16 +256,31 @@ fn one_stream_and_many_queries() {
     }
 }
 
-/// Parameters may stay in f32 beside half states.
+/// Queries keep their f32 beside half states.
 #[test]
 fn half_states_with_full_queries() {
     for (client, device) in clients() {
         for dtype in [F16, BF16].into_iter().filter(|&dtype| stores(&client, dtype)) {
             let mut problem = Problem::new([5, 2, 24], 3, 4, Routing::CrossKey, 3.0);
-            problem.query_dtype = Some(F32);
             problem.queries.iter_mut().for_each(|x| *x *= 1.001); // not a value of a half type
             let found = problem.run(&client, dtype, Tuning::default());
             found.assert_close(&problem.truth(), dtype, device);
+        }
+    }
+}
+
+#[test]
+fn projected_values() {
+    for (client, device) in clients() {
+        for (tokens, d_model, entries, branches) in [(5, 24, 3, 2), (1, 37, 1, 1), (3, 130, 9, 11)] {
+            let problem = Problem::projected(tokens, d_model, entries, branches);
+            let truth = problem.truth();
+            for tuning in reductions(&client) {
+                for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                    let about = format!("{tokens} × {d_model}, {branches} queries in {dtype} on {device}, {tuning:?}");
+                    problem.run(&client, dtype, tuning).assert_close(&truth, dtype, &about);
+                }
+            }
         }
     }
 }
@@ -426,77 +330,6 @@ fn one_token_never_leaks_into_another() {
 }
 
 #[test]
-fn no_gradient_of_one_token_leaks_into_another() {
-    for (client, device) in clients() {
-        let problem = Problem::new([5, 2, 24], 5, 4, Routing::CrossKey, 3.0);
-        let mut cotangents = problem.cotangents();
-        let clean = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
-        cotangents.lse[2 * 2] = f64::NAN; // query 0, token 2
-        let found = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
-        assert_only_token(device, &found.states, &clean.states, [5, 2, 2 * 24]);
-    }
-}
-
-#[test]
-fn refused_backward() {
-    for (client, _) in clients() {
-        let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
-        let (value, inv_rms, query) = (buffer(&[3, 5, 2, 8]), buffer(&[3, 5, 2]), buffer(&[4, 2, 8]));
-        let (heads, logit, state) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[4, 5, 2, 8]));
-        let (shift, d_logit, d_value) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[2, 5, 2, 8]));
-        let right = PrefixBwdHistory {
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            query: query.operand(),
-            lse: heads.operand(),
-            logit: logit.operand(),
-            d_state: state.operand(),
-            shift: shift.operand(),
-            d_logit: d_logit.operand(),
-            d_value: d_value.operand(),
-            first: 1,
-        };
-        let run = |operands| prefix_bwd_history(&client, operands, Routing::CrossKey, Tuning::default());
-        assert_eq!(run(right), Ok(()));
-        let message = run(PrefixBwdHistory { first: 2, ..right }).unwrap_err().to_string();
-        assert!(message.starts_with("prefix_bwd_history: `first` is 2, expected at most 1"), "{message}");
-        let message = run(PrefixBwdHistory { shift: inv_rms.operand(), ..right }).unwrap_err().to_string();
-        assert_eq!(
-            message,
-            "prefix_bwd_history: `shift` has shape [3, 5, 2], expected [branches, tokens, streams] = [4, 5, 2]"
-        );
-
-        let right = PrefixBwdQuery {
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            d_logit: logit.operand(),
-            d_query: query.operand(),
-        };
-        let message = prefix_bwd_query(
-            &client,
-            PrefixBwdQuery { d_query: state.operand(), ..right },
-            Routing::CrossKey,
-            Tuning::default(),
-        );
-        assert_eq!(
-            message.unwrap_err().to_string(),
-            "prefix_bwd_query: `d_query` has shape [4, 5, 2, 8], expected [branches, streams, d_model] = [4, 2, 8]"
-        );
-
-        let operands = PrefixBwdShift {
-            state: state.operand(),
-            d_state: state.operand(),
-            d_lse: heads.operand(),
-            shift: inv_rms.operand(),
-        };
-        assert_eq!(
-            prefix_bwd_shift(&client, operands, Tuning::default()).unwrap_err().to_string(),
-            "prefix_bwd_shift: `shift` has shape [3, 5, 2], expected [branches, tokens, streams] = [4, 5, 2]"
-        );
-    }
-}
-
-#[test]
 fn refusals_name_operation_argument_expected_and_got() {
     for (client, _) in clients() {
         let f64 = ElemType::Float(cubecl::ir::FloatKind::F64);
@@ -511,9 +344,13 @@ fn refusals_name_operation_argument_expected_and_got() {
             logit: logit.operand(),
             state: state.operand(),
             entries: 3,
+            first: 0,
+            count: 4,
+            slot: 0,
         };
         let run = |operands, routing| prefix_fwd(&client, operands, routing, Tuning::default());
         assert_eq!(run(right, Routing::CrossKey), Ok(()));
+        assert_eq!(run(PrefixFwd { count: 0, first: 4, slot: 4, ..right }, Routing::CrossKey), Ok(()));
 
         let short = buffer(&[4, 5, 2, 7]);
         let refused: Vec<(Result<(), KernelError>, &[&str])> = vec![
@@ -521,7 +358,16 @@ fn refusals_name_operation_argument_expected_and_got() {
             (run(PrefixFwd { entries: 4, ..right }, Routing::CrossKey), &["`value`", "[3, 5, 2, 8]", "capacity ≥ 4"]),
             (
                 run(PrefixFwd { query: lse.operand(), ..right }, Routing::CrossKey),
-                &["`query`", "[4, 5, 2]", "[4, 2, 8]"],
+                &["`outputs of the query` is 5", "2 as in `value`, or 1 with FixedKeyValue"],
+            ),
+            (run(PrefixFwd { first: 1, ..right }, Routing::CrossKey), &["`first` is 1", "at most 0, as 4 of 4 reads"]),
+            (run(PrefixFwd { slot: 1, ..right }, Routing::CrossKey), &["`slot` is 1", "at most 0, as 4 of 4 slots"]),
+            (
+                run(
+                    PrefixFwd { query: dar_kernels::Operand { dtype: F16, ..right.query }, ..right },
+                    Routing::CrossKey,
+                ),
+                &["`query`", "f16", "f32"],
             ),
             (
                 run(PrefixFwd { value: inv_rms.operand(), ..right }, Routing::CrossKey),
@@ -564,6 +410,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             inv_rms: inv_rms.operand(),
             query: query.operand(),
             entries: 1,
+            count: 1,
             ..right
         };
         let message = run(three, Routing::CrossKey).unwrap_err().to_string();

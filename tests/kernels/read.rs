@@ -1,34 +1,51 @@
 use burn::tensor::Tensor;
 use cubecl::prelude::*;
 use dar_burn::Routing;
-use dar_burn::ops::{GateWeights, Retrieved, SiteWeights, residual_read, residual_read_first};
-use dar_kernels::Tuning;
-use dar_kernels::read::{ReadBwd, ReadFwd, ReadPartial, ReadPartialBwd, read_bwd, read_fwd};
+use dar_burn::ops::{
+    GateWeights, Retrieved, SiteWeights, merge, residual_read, residual_read_first, write, write_first,
+};
+use dar_kernels::read::{Open, ReadFwd, read_fwd};
+use dar_kernels::{Tuning, launches};
 
 use super::support::{
-    Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient, host,
-    leaf, reductions, routing, stores, truth,
+    Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, host, reductions,
+    routing, stores, truth,
 };
 use crate::support::golden::Case;
 use crate::support::host::values;
 
-/// One read; without a partial state it is a block's first.
+/// Rows of the arenas, and that of the read; slots of the retrieved states, and that of the read.
+const READS: usize = 5;
+const READ: usize = 3;
+const SLOTS: usize = 3;
+const SLOT: usize = 1;
+
+/// One read, after the write of the branch before it where a block is open.
 #[derive(Debug, Clone)]
 struct Problem {
     tokens: usize,
+    streams: usize,
     d_model: usize,
     routing: Routing,
     eps: f64,
-    state: Vec<f64>, // [tokens, 2, d_model]
-    partial: Option<Partial>,
-    gates: [Gate; 3],
+    state: Vec<f64>, // [tokens, streams, d_model]
+    open: Option<OpenBlock>,
+    site: Option<[Gate; 3]>, // alpha, beta, rho
 }
 
 #[derive(Debug, Clone)]
-struct Partial {
-    state: Vec<f64>, // [tokens, 2, d_model]
-    lse: Vec<f64>,   // [tokens, 2]
-    query: Vec<f64>, // [2, d_model]
+struct OpenBlock {
+    before: Option<Vec<f64>>, // [tokens, streams, d_model]
+    output: Vec<f64>,         // [tokens, d_model]
+    gates: Option<Gates>,     // of the branch before; none for a plain sum of one stream
+    lse: Vec<f64>,            // [tokens, streams]
+    query: Vec<f64>,          // [streams, d_model]
+}
+
+#[derive(Debug, Clone)]
+struct Gates {
+    beta: Vec<f64>, // [tokens, 2]
+    rho: Vec<f64>,  // [tokens, 1]
 }
 
 #[derive(Debug, Clone)]
@@ -39,56 +56,100 @@ struct Gate {
     scale: f64,
 }
 
-/// What forward and backward read.
+/// Which operands a read has.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    /// The first branch of a block.
+    First,
+    /// The second one: the open block holds one write.
+    Second,
+    /// A later one.
+    Later,
+    /// The output read of a block that is still open.
+    Output,
+    /// The output read of completed blocks of so many streams, or a first branch of Attention Residuals.
+    Completed(usize),
+    /// One stream without gates (Attention Residuals), after the first write of a block or a later one.
+    Plain { first: bool },
+}
+
+const KINDS: [Kind; 9] = [
+    Kind::First,
+    Kind::Second,
+    Kind::Later,
+    Kind::Output,
+    Kind::Completed(1),
+    Kind::Completed(2),
+    Kind::Completed(4),
+    Kind::Plain { first: true },
+    Kind::Plain { first: false },
+];
+
+/// The operands of a forward.
 struct Saved {
     state: Buffer,
-    partial: Option<Open>,
-    weight: Buffer,
-    scalars: Buffer,
-}
-
-struct Open {
-    state: Buffer,
+    query: Buffer,
     lse: Buffer,
+    site: Option<Buffer>,
+    gate: Option<Buffer>,
+    open: Option<SavedOpen>,
+    input: Buffer,
 }
 
-impl Open {
-    fn operands(&self) -> ReadPartial<'_> {
-        ReadPartial { state: self.state.operand(), lse: self.lse.operand() }
-    }
+struct SavedOpen {
+    before: Option<Buffer>,
+    output: Buffer,
+    partial: Buffer,
 }
 
 #[derive(Debug, PartialEq)]
 struct Found {
-    input: Vec<f64>, // [tokens, d_model]
-    beta: Vec<f64>,  // [tokens, 2]
-    rho: Vec<f64>,   // [tokens]
+    partial: Vec<f64>, // [tokens, streams, d_model], empty where no block is open
+    input: Vec<f64>,   // [tokens, d_model]
+    beta: Vec<f64>,    // [tokens, 2], empty without a site
+    rho: Vec<f64>,     // [tokens], empty without a site
 }
 
 impl Problem {
-    fn new(tokens: usize, d_model: usize, routing: Routing, first: bool) -> Self {
+    fn new(tokens: usize, d_model: usize, routing: Routing, kind: Kind) -> Self {
         let scale = 2.0 / (d_model as f64).sqrt();
+        let streams = match kind {
+            Kind::Completed(streams) => streams,
+            Kind::Plain { .. } => 1,
+            _ => 2,
+        };
         let gate = |seed, outputs| Gate {
             outputs,
             weight: values(seed, 2 * d_model * outputs, scale),
             bias: values(seed + 1, outputs, 1.0),
             scale: 1.5,
         };
+        let gates = || Gates {
+            beta: values(5, tokens * 2, 1.0).iter().map(|x| 1.0 + x).collect(),
+            rho: values(6, tokens, 0.5).iter().map(|x| 0.5 + x).collect(),
+        };
+        let open = || OpenBlock {
+            before: (!matches!(kind, Kind::Second | Kind::Plain { first: true }))
+                .then(|| values(2, tokens * streams * d_model, 1.5)),
+            output: values(7, tokens * d_model, 1.5),
+            gates: (streams == 2).then(gates),
+            lse: values(3, tokens * streams, 2.0),
+            query: values(4, streams * d_model, scale),
+        };
         Self {
             tokens,
+            streams,
             d_model,
-            routing,
+            routing: if streams == 2 { routing } else { Routing::SelfKeyValue },
             eps: EPS,
-            state: values(1, tokens * 2 * d_model, 1.5),
-            partial: (!first).then(|| Partial {
-                state: values(2, tokens * 2 * d_model, 1.5),
-                lse: values(3, tokens * 2, 2.0),
-                query: values(4, 2 * d_model, scale),
-            }),
-            gates: [gate(10, 2), gate(20, 2), gate(30, 1)],
+            state: values(1, tokens * streams * d_model, 1.5),
+            open: (!matches!(kind, Kind::First | Kind::Completed(_))).then(open),
+            site: matches!(kind, Kind::First | Kind::Second | Kind::Later)
+                .then(|| [gate(10, 2), gate(20, 2), gate(30, 1)]),
         }
     }
 
+    /// The partial state of a case is what a write of nothing leaves of it.
     fn golden(case: &Case) -> Self {
         let first = case.op().unwrap() == "residual_read_first";
         let state = case.tensor("hist").unwrap().swap_axes(0); // [N, 2, D]
@@ -102,305 +163,188 @@ impl Problem {
         };
         Self {
             tokens,
+            streams: 2,
             d_model,
             routing: if first { Routing::CrossKey } else { routing(case) },
             eps: case.eps().unwrap(),
             state: state.values,
-            partial: (!first).then(|| Partial {
-                state: case.tensor("P").unwrap().swap_axes(0).values,
+            open: (!first).then(|| OpenBlock {
+                before: Some(case.tensor("P").unwrap().swap_axes(0).values),
+                output: vec![0.0; tokens * d_model],
+                gates: Some(Gates { beta: vec![0.0; tokens * 2], rho: vec![1.0; tokens] }),
                 lse: case.tensor("zeta").unwrap().swap_axes(0).values,
                 query: case.tensor("q").unwrap().values.clone(),
             }),
-            gates: [gate(0, 2, "Wa", "ba"), gate(1, 2, "Wb", "bb"), gate(2, 1, "Wr", "br")],
+            site: Some([gate(0, 2, "Wa", "ba"), gate(1, 2, "Wb", "bb"), gate(2, 1, "Wr", "br")]),
         }
     }
 
-    /// Weights and scalars as the kernels have them: columns of the gates' weights are rows.
-    fn site(&self) -> [Vec<f64>; 2] {
-        let row =
+    /// The site as kernels have it: columns of the gates' weights are rows, biases and scales follow.
+    fn packed_site(gates: &[Gate; 3]) -> Vec<f64> {
+        let column =
             |gate: &Gate, output| gate.weight.iter().copied().skip(output).step_by(gate.outputs).collect::<Vec<_>>();
-        let weight = self.gates.iter().flat_map(|gate| (0..gate.outputs).flat_map(move |output| row(gate, output)));
-        let query = self.partial.as_ref().map_or_else(|| vec![f64::NAN; 2 * self.d_model], |open| open.query.clone());
-        let biases = self.gates.iter().flat_map(|gate| gate.bias.iter().copied());
-        [weight.chain(query).collect(), biases.chain(self.gates.iter().map(|gate| gate.scale)).collect()]
+        let rows = gates.iter().flat_map(|gate| (0..gate.outputs).flat_map(move |output| column(gate, output)));
+        let biases = gates.iter().flat_map(|gate| gate.bias.iter().copied());
+        rows.chain(biases).chain(gates.iter().map(|gate| gate.scale)).collect()
     }
 
     fn saved(&self, client: &Client, dtype: ElemType) -> Saved {
-        let Self { tokens, d_model, .. } = *self;
-        let [weight, scalars] = self.site();
+        let Self { tokens, streams, d_model, .. } = *self;
+        let state = [tokens, streams, d_model];
+        let (query, lse) = self.open.as_ref().map_or((&[][..], &[][..]), |open| (&open.query, &open.lse));
+        // The gates of the branch before; alpha is of no concern to the write.
+        let before = self.open.as_ref().and_then(|open| open.gates.as_ref()).map_or_else(Vec::new, |gates| {
+            let tokens = gates.beta.chunks(2).zip(&gates.rho);
+            tokens.flat_map(|(beta, &rho)| [f64::NAN, f64::NAN, beta[0], beta[1], rho]).collect()
+        });
         Saved {
-            state: Buffer::new(client, &[tokens, 2, d_model], dtype, &self.state),
-            partial: self.partial.as_ref().map(|partial| Open {
-                state: Buffer::new(client, &[tokens, 2, d_model], dtype, &partial.state),
-                lse: Buffer::new(client, &[tokens, 2], F32, &partial.lse),
+            state: Buffer::arena(client, [SLOTS, SLOT], &state, dtype, &self.state),
+            query: Buffer::arena(client, [READS, READ], &[streams, d_model], F32, query),
+            lse: Buffer::arena(client, [READS, READ], &[tokens, streams], F32, lse),
+            site: self
+                .site
+                .as_ref()
+                .map(|gates| Buffer::new(client, &[10 * d_model + 8], F32, &Self::packed_site(gates))),
+            gate: (streams == 2).then(|| Buffer::arena(client, [READS, READ - 1], &[tokens, 5], F32, &before)),
+            open: self.open.as_ref().map(|open| SavedOpen {
+                before: open.before.as_ref().map(|before| Buffer::new(client, &state, dtype, before)),
+                output: Buffer::new(client, &[tokens, d_model], dtype, &open.output),
+                partial: Buffer::output(client, &state, dtype),
             }),
-            weight: Buffer::new(client, &[6, 2, d_model], dtype, &weight),
-            scalars: Buffer::new(client, &[8], F32, &scalars),
+            input: Buffer::output(client, &[tokens, d_model], dtype),
         }
     }
 
-    fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
-        let Self { tokens, d_model, .. } = *self;
-        let Saved { state, partial, weight, scalars } = self.saved(client, dtype);
-        let input = Buffer::output(client, &[tokens, d_model], dtype);
-        let gate = Buffer::output(client, &[tokens, 5], F32);
+    fn forward(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Saved {
+        let saved = self.saved(client, dtype);
         let operands = ReadFwd {
-            state: state.operand(),
-            partial: partial.as_ref().map(Open::operands),
-            weight: weight.operand(),
-            scalars: scalars.operand(),
-            input: input.operand(),
-            gate: gate.operand(),
+            state: saved.state.operand(),
+            slot: SLOT,
+            open: saved.open.as_ref().map(|open| Open {
+                before: open.before.as_ref().map(Buffer::operand),
+                output: open.output.operand(),
+                partial: open.partial.operand(),
+            }),
+            query: saved.query.operand(),
+            lse: saved.lse.operand(),
+            site: saved.site.as_ref().map(Buffer::operand),
+            gate: saved.gate.as_ref().map(Buffer::operand),
+            input: saved.input.operand(),
+            read: READ,
             eps: self.eps,
         };
+        let before = launches();
         read_fwd(client, operands, self.routing, tuning).unwrap();
-        let gate = gate.read();
+        assert!(self.tokens == 0 || launches() > before);
+        saved
+    }
+
+    fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
+        let saved = self.forward(client, dtype, tuning);
+        let gate = match (&saved.gate, &self.site) {
+            (Some(gate), Some(_)) => gate.rows(READ - 1, 2).split_off(self.tokens * 5),
+            _ => Vec::new(),
+        };
         Found {
-            input: input.read(),
+            partial: saved.open.map_or_else(Vec::new, |open| open.partial.read()),
+            input: saved.input.read(),
             beta: gate.chunks(5).flat_map(|gates| [gates[2], gates[3]]).collect(),
             rho: gate.chunks(5).map(|gates| gates[4]).collect(),
         }
     }
 
-    /// The composed operation in f64.
-    fn truth(&self) -> Found {
-        let Graph { input, beta, rho, .. } = self.graph(truth, truth, truth);
-        let rho = rho.map_or_else(|| vec![1.0; self.tokens], host);
-        Found { input: host(input), beta: host(beta), rho }
+    /// The state after the branch before by the composed operation in f64, empty where no block is open.
+    fn written(&self) -> Vec<f64> {
+        let Self { tokens, streams, d_model, .. } = *self;
+        let Some(OpenBlock { before, output, gates, .. }) = &self.open else { return Vec::new() };
+        let output = truth(output, [tokens, d_model]);
+        let before: Option<Tensor<3>> = before.as_ref().map(|before| truth(before, [tokens, streams, d_model]));
+        host(match (gates, before) {
+            (Some(gates), Some(before)) => {
+                write(before, output, truth(&gates.beta, [tokens, 2]), truth(&gates.rho, [tokens, 1]))
+            }
+            (Some(gates), None) => write_first(output, truth(&gates.beta, [tokens, 2])),
+            (None, Some(before)) => before + output.unsqueeze_dim::<3>(1),
+            (None, None) => output.unsqueeze_dim::<3>(1),
+        })
     }
 
-    /// The composed operation on tensors that these make.
+    /// The composed operations in f64, the read going on from `partial`, as a half type rounds what is written.
+    fn truth(&self, partial: &[f64]) -> Found {
+        let Graph { input, gates, .. } = self.graph(partial, truth, truth, truth);
+        let (beta, rho) = gates.map_or_else(Default::default, |(beta, rho)| {
+            (host(beta), rho.map_or_else(|| vec![1.0; self.tokens], host))
+        });
+        Found { partial: self.written(), input: host(input), beta, rho }
+    }
+
+    /// The composed read on tensors that these make.
     fn graph(
         &self,
+        partial: &[f64],
         vector: fn(&[f64], [usize; 1]) -> Tensor<1>,
         matrix: fn(&[f64], [usize; 2]) -> Tensor<2>,
         state: fn(&[f64], [usize; 3]) -> Tensor<3>,
     ) -> Graph {
-        let Self { tokens, d_model, .. } = *self;
-        let [alpha, beta, rho] = self.gates.each_ref().map(|gate| GateWeights {
-            weight: matrix(&gate.weight, [2 * d_model, gate.outputs]),
-            bias: vector(&gate.bias, [gate.outputs]),
-            scale: vector(&[gate.scale], [1]),
+        let Self { tokens, streams, d_model, routing, eps, .. } = *self;
+        let site = self.site.as_ref().map(|gates| {
+            let [alpha, beta, rho] = gates.each_ref().map(|gate| GateWeights {
+                weight: matrix(&gate.weight, [2 * d_model, gate.outputs]),
+                bias: vector(&gate.bias, [gate.outputs]),
+                scale: vector(&[gate.scale], [1]),
+            });
+            SiteWeights { alpha, beta, rho }
         });
-        let site = SiteWeights { alpha, beta, rho };
-        let retrieved = state(&self.state, [tokens, 2, d_model]);
-        let partial = self.partial.as_ref().map(|partial| {
-            (
-                state(&partial.state, [tokens, 2, d_model]),
-                matrix(&partial.lse, [tokens, 2]),
-                matrix(&partial.query, [2, d_model]),
-            )
+        let retrieved = state(&self.state, [tokens, streams, d_model]);
+        let open = self.open.as_ref().map(|open| GraphOpen {
+            partial: state(partial, [tokens, streams, d_model]),
+            lse: matrix(&open.lse, [tokens, streams]),
+            query: matrix(&open.query, [streams, d_model]),
         });
-        let (read, rho) = match &partial {
-            Some((partial, lse, query)) => {
-                let retrieved = Retrieved { lse: lse.clone(), state: retrieved.clone() };
-                let (read, rho) =
-                    residual_read(retrieved, partial.clone(), query.clone(), &site, self.routing, self.eps);
-                (read, Some(rho))
+        let merging = open
+            .clone()
+            .map(|GraphOpen { partial, lse, query }| (Retrieved { lse, state: retrieved.clone() }, partial, query));
+        let (input, gates) = match (&site, merging) {
+            (Some(site), Some((retrieved, partial, query))) => {
+                let (read, rho) = residual_read(retrieved, partial, query, site, routing, eps);
+                (read.input, Some((read.beta, Some(rho))))
             }
-            None => (residual_read_first(retrieved.clone(), &site, self.eps), None),
+            (Some(site), None) => {
+                let read = residual_read_first(retrieved.clone(), site, eps);
+                (read.input, Some((read.beta, None)))
+            }
+            (None, Some((retrieved, partial, query))) => {
+                (merge(retrieved, partial, query, routing, eps).sum_dim(1).squeeze_dim(1), None)
+            }
+            (None, None) => (retrieved.clone().sum_dim(1).squeeze_dim(1), None),
         };
-        Graph { retrieved, partial, site, input: read.input, beta: read.beta, rho }
-    }
-
-    fn cotangents(&self) -> Cotangents {
-        Cotangents {
-            input: values(40, self.tokens * self.d_model, 1.0),
-            beta: values(41, self.tokens * 2, 1.0),
-            rho: values(42, self.tokens, 1.0),
-        }
-    }
-
-    /// The backward with the gates of the forward.
-    fn run_bwd(&self, client: &Client, dtype: ElemType, tuning: Tuning, cotangents: &Cotangents) -> Gradients {
-        let Self { tokens, d_model, .. } = *self;
-        let Saved { state, partial, weight, scalars } = self.saved(client, dtype);
-        let (input, gate) =
-            (Buffer::output(client, &[tokens, d_model], dtype), Buffer::output(client, &[tokens, 5], F32));
-        let forward = ReadFwd {
-            state: state.operand(),
-            partial: partial.as_ref().map(Open::operands),
-            weight: weight.operand(),
-            scalars: scalars.operand(),
-            input: input.operand(),
-            gate: gate.operand(),
-            eps: self.eps,
-        };
-        read_fwd(client, forward, self.routing, tuning).unwrap();
-
-        let d_gate = cotangents.beta.chunks(2).zip(&cotangents.rho);
-        let d_gate: Vec<f64> = d_gate.flat_map(|(beta, &rho)| [f64::NAN, f64::NAN, beta[0], beta[1], rho]).collect();
-        let d_input = Buffer::new(client, &[tokens, d_model], dtype, &cotangents.input);
-        let d_gate = Buffer::new(client, &[tokens, 5], F32, &d_gate);
-        let d_state = Buffer::output(client, &[tokens, 2, d_model], dtype);
-        let d_partial = Buffer::output(client, &[tokens, 2, d_model], dtype);
-        let d_lse = Buffer::output(client, &[tokens, 2], F32);
-        let d_site = Buffer::output(client, &[12 * d_model + 8], F32);
-        let operands = ReadBwd {
-            state: state.operand(),
-            partial: partial.as_ref().map(|open| ReadPartialBwd {
-                saved: open.operands(),
-                d_state: d_partial.operand(),
-                d_lse: d_lse.operand(),
-            }),
-            weight: weight.operand(),
-            scalars: scalars.operand(),
-            gate: gate.operand(),
-            d_input: d_input.operand(),
-            d_gate: d_gate.operand(),
-            d_state: d_state.operand(),
-            d_site: d_site.operand(),
-            eps: self.eps,
-        };
-        read_bwd(client, operands, self.routing, tuning).unwrap();
-        let open = |buffer: &Buffer| if partial.is_some() { buffer.read() } else { Vec::new() };
-        Gradients { state: d_state.read(), partial: open(&d_partial), lse: open(&d_lse), site: d_site.read() }
-    }
-
-    /// Automatic differentiation of the composed operation in f64.
-    fn truth_bwd(&self, cotangents: &Cotangents) -> Gradients {
-        let Self { tokens, d_model, .. } = *self;
-        let Graph { retrieved, partial, site, input, beta, rho } = self.graph(leaf, leaf, leaf);
-        let mut loss = (input * leaf(&cotangents.input, [tokens, d_model])).sum()
-            + (beta * leaf(&cotangents.beta, [tokens, 2])).sum();
-        if let Some(rho) = rho {
-            loss = loss + (rho * leaf(&cotangents.rho, [tokens, 1])).sum();
-        }
-        let gradients = loss.backward();
-        let gates = [site.alpha, site.beta, site.rho];
-        // As `site` packs the parameters.
-        let d_site = Self {
-            gates: gates.map(|gate| Gate {
-                outputs: gate.bias.dims()[0],
-                weight: gradient(&gate.weight, &gradients),
-                bias: gradient(&gate.bias, &gradients),
-                scale: gradient(&gate.scale, &gradients)[0],
-            }),
-            partial: Some(Partial {
-                state: partial.as_ref().map_or_else(Vec::new, |(state, ..)| gradient(state, &gradients)),
-                lse: partial.as_ref().map_or_else(Vec::new, |(_, lse, _)| gradient(lse, &gradients)),
-                query: partial
-                    .as_ref()
-                    .map_or_else(|| vec![0.0; 2 * d_model], |(.., query)| gradient(query, &gradients)),
-            }),
-            ..self.clone()
-        };
-        let site = d_site.site().concat();
-        let Partial { state: partial, lse, .. } = d_site.partial.unwrap();
-        Gradients { state: gradient(&retrieved, &gradients), partial, lse, site }
+        Graph { retrieved, open, site, input, gates }
     }
 }
 
 struct Graph {
     retrieved: Tensor<3>,
-    partial: Option<(Tensor<3>, Tensor<2>, Tensor<2>)>, // state, lse, query
-    site: SiteWeights,
+    open: Option<GraphOpen>,
+    site: Option<SiteWeights>,
     input: Tensor<2>,
-    beta: Tensor<2>,
-    rho: Option<Tensor<2>>,
+    gates: Option<(Tensor<2>, Option<Tensor<2>>)>, // beta, rho
 }
 
-/// What reaches the outputs of a read.
-struct Cotangents {
-    input: Vec<f64>, // [tokens, d_model]
-    beta: Vec<f64>,  // [tokens, 2]
-    rho: Vec<f64>,   // [tokens]
-}
-
-/// Gradients of a read.
-#[derive(Debug, PartialEq)]
-struct Gradients {
-    state: Vec<f64>,   // [tokens, 2, d_model]
-    partial: Vec<f64>, // [tokens, 2, d_model]
-    lse: Vec<f64>,     // [tokens, 2]
-    site: Vec<f64>,    // [12 * d_model + 8]
-}
-
-impl Gradients {
-    #[track_caller]
-    fn assert_close(&self, truth: &Self, dtype: ElemType, about: &str) {
-        let (rows, truth_rows) = (self.site.len() - 8, truth.site.len() - 8);
-        assert_close(
-            about,
-            &[
-                ("d_state", &self.state, &truth.state, bound(dtype)),
-                ("d_partial", &self.partial, &truth.partial, bound(dtype)),
-                ("d_lse", &self.lse, &truth.lse, 1e-5),
-                ("d_weight", &self.site[..rows], &truth.site[..truth_rows], 1e-5),
-                ("d_query", &self.site[rows * 5 / 6..rows], &truth.site[rows * 5 / 6..rows], 1e-5),
-                ("d_scalars", &self.site[rows..], &truth.site[truth_rows..], 1e-5),
-            ],
-        );
-    }
-}
-
-/// All routings and types at the sizes of the golden cases; any width, no token, one, more than the first stage has
-/// cubes for at once.
-#[test]
-fn backward_of_any_size() {
-    for (client, device) in clients() {
-        let routed = Routing::ALL.map(|routing| (7, 24, routing));
-        let sized = [(5, 1), (5, 3), (1, 37), (5, 130), (3, 257), (2100, 3)];
-        let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey));
-        for (tokens, d_model, routing) in routed.into_iter().chain(sized) {
-            for first in [false, true] {
-                let problem = Problem::new(tokens, d_model, routing, first);
-                let cotangents = problem.cotangents();
-                let truth = problem.truth_bwd(&cotangents);
-                for tuning in reductions(&client) {
-                    let about = format!("{tokens} × {d_model}, {routing:?}, first {first}, on {device}, {tuning:?}");
-                    let found = problem.run_bwd(&client, F32, tuning, &cotangents);
-                    found.assert_close(&truth, F32, &about);
-                    assert_eq!(found, problem.run_bwd(&client, F32, tuning, &cotangents), "{about}: other bits");
-                }
-                if d_model == 24 && stores(&client, F16) {
-                    let about = format!("{tokens} × {d_model}, {routing:?}, first {first}, f16 on {device}");
-                    let found = problem.run_bwd(&client, F16, Tuning::default(), &cotangents);
-                    found.assert_close(&truth, F16, &about);
-                }
-            }
-        }
-        let empty = Problem::new(0, 24, Routing::CrossKey, false);
-        let found = empty.run_bwd(&client, F32, Tuning::default(), &empty.cotangents());
-        assert!(found.state.is_empty() && found.partial.is_empty(), "{device}");
-        assert_eq!(found.site, vec![0.0; 12 * 24 + 8], "{device}");
-    }
-}
-
-/// The golden gradients where the loss goes through the branch input and the gates (`carried` has none here).
-#[test]
-fn golden_backward_of_the_first_branch() {
-    for (client, device) in clients() {
-        for case in golden_cases("read_first_") {
-            let problem = Problem::golden(&case);
-            let output = |name| case.tensor(name).unwrap().values.clone();
-            let cotangents =
-                Cotangents { input: output("cot.h"), beta: output("cot.beta"), rho: vec![0.0; problem.tokens] };
-            let found = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
-            let d_model = problem.d_model;
-            let columns = |name, at: usize| {
-                let rows: Vec<f64> = case.tensor(name).unwrap().swap_axes(0).values;
-                (found.site[at * 2 * d_model..][..4 * d_model].to_vec(), rows)
-            };
-            let ((d_alpha, alpha), (d_beta, beta)) = (columns("grad.Wa", 0), columns("grad.Wb", 2));
-            assert_close(
-                &format!("{} on {device}", case.name),
-                &[
-                    ("d_state", &found.state, &case.tensor("grad.hist").unwrap().swap_axes(0).values, 1e-5),
-                    ("d_alpha", &d_alpha, &alpha, 1e-5),
-                    ("d_beta", &d_beta, &beta, 1e-5),
-                ],
-            );
-        }
-    }
+#[derive(Clone)]
+struct GraphOpen {
+    partial: Tensor<3>,
+    lse: Tensor<2>,
+    query: Tensor<2>,
 }
 
 impl Found {
     #[track_caller]
-    fn assert_close(&self, truth: &Self, dtype: ElemType, about: &str) {
+    fn assert_close(&self, problem: &Problem, dtype: ElemType, about: &str) {
+        let truth = problem.truth(&self.partial);
         assert_close(
             about,
             &[
+                ("partial", &self.partial, &truth.partial, bound(dtype)),
                 ("input", &self.input, &truth.input, bound(dtype)),
                 ("beta", &self.beta, &truth.beta, 1e-5),
                 ("rho", &self.rho, &truth.rho, 1e-5),
@@ -414,32 +358,42 @@ fn golden() {
     for (client, device) in clients() {
         for case in golden_cases("read_") {
             let problem = Problem::golden(&case);
-            let truth = Found {
-                input: case.tensor("out.h").unwrap().values.clone(),
-                beta: case.tensor("out.beta").unwrap().values.clone(),
-                rho: problem.truth().rho, // the cases hold the transported state instead
-            };
+            let partial = problem.open.as_ref().map_or_else(Vec::new, |open| open.before.clone().unwrap());
+            let (input, beta) = (&case.tensor("out.h").unwrap().values, &case.tensor("out.beta").unwrap().values);
             for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
                 for tuning in reductions(&client) {
                     let about = format!("{} in {dtype} on {device}, {tuning:?}", case.name);
-                    problem.run(&client, dtype, tuning).assert_close(&truth, dtype, &about);
+                    let found = problem.run(&client, dtype, tuning);
+                    assert_eq!(found.partial, partial, "{about}");
+                    assert_close(
+                        &about,
+                        &[("input", &found.input, input, bound(dtype)), ("beta", &found.beta, beta, 1e-5)],
+                    );
+                    // The cases hold the transported state instead of rho.
+                    found.assert_close(&problem, dtype, &about);
                 }
             }
         }
     }
 }
 
-/// Any width, no token, one.
+/// Any width, no token, one, all kinds of reads, all routings.
 #[test]
 fn any_size() {
     for (client, device) in clients() {
-        for (tokens, d_model) in [(5, 1), (5, 3), (1, 37), (5, 130), (3, 257), (0, 8)] {
-            for first in [false, true] {
-                let problem = Problem::new(tokens, d_model, Routing::CrossKey, first);
-                let truth = problem.truth();
+        let sized = [(5, 1), (5, 3), (1, 37), (5, 130), (3, 257), (0, 8)];
+        let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey, F32));
+        let routed = Routing::ALL.map(|routing| (5, 24, routing, F32));
+        let stored = [F16, super::support::BF16].map(|dtype| (5, 130, Routing::CrossKey, dtype));
+        for (tokens, d_model, routing, dtype) in sized.into_iter().chain(routed).chain(stored) {
+            if !stores(&client, dtype) {
+                continue;
+            }
+            for kind in KINDS {
+                let problem = Problem::new(tokens, d_model, routing, kind);
                 for tuning in reductions(&client) {
-                    let about = format!("{tokens} × {d_model}, first {first}, on {device}, {tuning:?}");
-                    problem.run(&client, F32, tuning).assert_close(&truth, F32, &about);
+                    let about = format!("{tokens} × {d_model}, {routing:?}, {kind:?}, {dtype} on {device}, {tuning:?}");
+                    problem.run(&client, dtype, tuning).assert_close(&problem, dtype, &about);
                 }
             }
         }
@@ -451,14 +405,14 @@ fn any_size() {
 fn extremes_are_finite() {
     for (client, device) in clients() {
         for sign in [1.0, -1.0] {
-            let mut problem = Problem::new(5, 24, Routing::CrossKey, false);
-            let partial = problem.partial.as_mut().unwrap();
-            partial.lse.iter_mut().for_each(|lse| *lse = sign * 1e4);
-            for gate in &mut problem.gates {
+            let mut problem = Problem::new(5, 24, Routing::CrossKey, Kind::Later);
+            problem.open.as_mut().unwrap().lse.iter_mut().for_each(|lse| *lse = sign * 1e4);
+            for gate in problem.site.as_mut().unwrap() {
                 gate.bias.iter_mut().for_each(|bias| *bias = -sign * 1e4);
             }
             let about = format!("{sign} on {device}");
-            let (found, truth) = (problem.run(&client, F32, Tuning::default()), problem.truth());
+            let found = problem.run(&client, F32, Tuning::default());
+            let truth = problem.truth(&found.partial);
             assert_eq!([&found.beta, &found.rho], [&truth.beta, &truth.rho], "{about}");
             assert_close(&about, &[("input", &found.input, &truth.input, 1e-5)]);
         }
@@ -468,7 +422,7 @@ fn extremes_are_finite() {
 #[test]
 fn reruns_are_bit_identical() {
     for (client, device) in clients() {
-        let problem = Problem::new(5, 130, Routing::CrossKey, false);
+        let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
         for tuning in reductions(&client) {
             let first = problem.run(&client, F32, tuning);
             assert_eq!(problem.run(&client, F32, tuning), first, "{device}, {tuning:?}");
@@ -479,27 +433,17 @@ fn reruns_are_bit_identical() {
 #[test]
 fn one_token_never_leaks_into_another() {
     for (client, device) in clients() {
-        let mut problem = Problem::new(5, 130, Routing::CrossKey, false);
-        let clean = problem.run(&client, F32, Tuning::default());
-        problem.partial.as_mut().unwrap().state[2 * 260 + 7] = f64::NAN;
-        let found = problem.run(&client, F32, Tuning::default());
-        assert_only_token(device, &found.input, &clean.input, [5, 2, 130]);
-        assert_only_token(device, &found.beta, &clean.beta, [5, 2, 2]);
-        assert_only_token(device, &found.rho, &clean.rho, [5, 2, 1]);
-    }
-}
-
-#[test]
-fn no_gradient_of_one_token_leaks_into_another() {
-    for (client, device) in clients() {
-        let problem = Problem::new(5, 130, Routing::CrossKey, false);
-        let mut cotangents = problem.cotangents();
-        let clean = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
-        cotangents.input[2 * 130 + 7] = f64::NAN;
-        let found = problem.run_bwd(&client, F32, Tuning::default(), &cotangents);
-        assert_only_token(device, &found.state, &clean.state, [5, 2, 260]);
-        assert_only_token(device, &found.partial, &clean.partial, [5, 2, 260]);
-        assert_only_token(device, &found.lse, &clean.lse, [5, 2, 2]);
+        for poison in [f64::NAN, f64::INFINITY] {
+            let mut problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
+            let clean = problem.run(&client, F32, Tuning::default());
+            problem.open.as_mut().unwrap().output[2 * 130 + 7] = poison;
+            let found = problem.run(&client, F32, Tuning::default());
+            let about = format!("{poison} on {device}");
+            assert_only_token(&about, &found.partial, &clean.partial, [5, 2, 260]);
+            assert_only_token(&about, &found.input, &clean.input, [5, 2, 130]);
+            assert_only_token(&about, &found.beta, &clean.beta, [5, 2, 2]);
+            assert_only_token(&about, &found.rho, &clean.rho, [5, 2, 1]);
+        }
     }
 }
 
@@ -507,51 +451,53 @@ fn no_gradient_of_one_token_leaks_into_another() {
 fn refusals_name_operation_argument_expected_and_got() {
     for (client, _) in clients() {
         let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
-        let (state, weight, scalars) = (buffer(&[5, 2, 8]), buffer(&[6, 2, 8]), buffer(&[8]));
-        let (input, gate, three) = (buffer(&[5, 8]), buffer(&[5, 5]), buffer(&[5, 3, 8]));
+        let (state, query, lse) = (buffer(&[3, 5, 2, 8]), buffer(&[4, 2, 8]), buffer(&[4, 5, 2]));
+        let (site, gate, input) = (buffer(&[88]), buffer(&[4, 5, 5]), buffer(&[5, 8]));
+        let (partial, three) = (buffer(&[5, 2, 8]), buffer(&[3, 5, 3, 8]));
         let half = Buffer::new(&client, &[5, 8], F16, &[1.0; 40]);
         let right = ReadFwd {
             state: state.operand(),
-            partial: None,
-            weight: weight.operand(),
-            scalars: scalars.operand(),
+            slot: 2,
+            open: None,
+            query: query.operand(),
+            lse: lse.operand(),
+            site: Some(site.operand()),
+            gate: Some(gate.operand()),
             input: input.operand(),
-            gate: gate.operand(),
+            read: 3,
             eps: EPS,
         };
+        let open = Open { before: None, output: half.operand(), partial: partial.operand() };
         let run = |operands| read_fwd(&client, operands, Routing::CrossKey, Tuning::default());
         assert_eq!(run(right), Ok(()));
         for (operands, message) in [
             (
                 ReadFwd { state: three.operand(), ..right },
-                "read_fwd: `state` has shape [5, 3, 8], expected [tokens, 2, d_model] = [5, 2, 8]",
+                "read_fwd: `query` has shape [4, 2, 8], expected [reads, outputs, d_model] = [4, 3, 8]",
             ),
             (ReadFwd { input: half.operand(), ..right }, "read_fwd: `input` has element type f16, expected f32"),
             (ReadFwd { eps: -1.0, ..right }, "read_fwd: `eps` is -1, expected a finite number ≥ 0"),
+            (ReadFwd { slot: 3, ..right }, "read_fwd: `slot` is 3, expected less than the 3 slots of `state`"),
+            (ReadFwd { read: 4, ..right }, "read_fwd: `read` is 4, expected less than the 4 rows of `query`"),
             (
-                ReadFwd { partial: Some(ReadPartial { state: state.operand(), lse: gate.operand() }), ..right },
-                "read_fwd: `partial.lse` has shape [5, 5], expected [tokens, 2] = [5, 2]",
+                ReadFwd { gate: None, ..right },
+                "read_fwd: `gate` is none, expected the gates of all reads, as `site` is there",
+            ),
+            (
+                ReadFwd { site: Some(lse.operand()), ..right },
+                "read_fwd: `site` has shape [4, 5, 2], expected [10 * d_model + 8] = [88]",
+            ),
+            (ReadFwd { open: Some(open), ..right }, "read_fwd: `open.output` has element type f16, expected f32"),
+            (
+                ReadFwd { open: Some(Open { output: input.operand(), ..open }), read: 0, ..right },
+                "read_fwd: `read` is 0, expected at least 1 where a block is open",
+            ),
+            (
+                ReadFwd { open: Some(Open { output: input.operand(), ..open }), site: None, gate: None, ..right },
+                "read_fwd: `outputs of the state` is 2, expected 1 where a block is open without `gate`",
             ),
         ] {
             assert_eq!(run(operands).unwrap_err().to_string(), message);
         }
-
-        let (d_state, short) = (buffer(&[5, 2, 8]), buffer(&[12 * 8]));
-        let operands = ReadBwd {
-            state: state.operand(),
-            partial: None,
-            weight: weight.operand(),
-            scalars: scalars.operand(),
-            gate: gate.operand(),
-            d_input: input.operand(),
-            d_gate: gate.operand(),
-            d_state: d_state.operand(),
-            d_site: short.operand(),
-            eps: EPS,
-        };
-        assert_eq!(
-            read_bwd(&client, operands, Routing::CrossKey, Tuning::default()).unwrap_err().to_string(),
-            "read_bwd: `d_site` has shape [96], expected [12 * d_model + 8] = [104]"
-        );
     }
 }

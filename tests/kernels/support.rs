@@ -82,6 +82,26 @@ impl Buffer {
         Self::new(client, shape, dtype, &vec![f64::NAN; shape.iter().product()])
     }
 
+    /// An output of `rows` rows, those from `first` on holding `values`, the others NaN. `shape`: of a row.
+    pub fn arena(client: &Client, [rows, first]: [usize; 2], shape: &[usize], dtype: ElemType, values: &[f64]) -> Self {
+        let length = shape.iter().product::<usize>();
+        let mut all = vec![f64::NAN; rows * length];
+        all[first * length..][..values.len()].copy_from_slice(values);
+        Self::new(client, &[&[rows], shape].concat(), dtype, &all)
+    }
+
+    /// Rows `first..first + count`; the others are NaN still.
+    #[track_caller]
+    pub fn rows(&self, first: usize, count: usize) -> Vec<f64> {
+        let length = self.shape[1..].iter().product::<usize>();
+        let mut all = self.read();
+        let mut others = all.split_off((first + count) * length);
+        let own = all.split_off(first * length);
+        others.extend(all);
+        assert!(others.iter().all(|x| x.is_nan()), "a row of no concern changed");
+        own
+    }
+
     pub fn operand(&self) -> Operand<'_> {
         Operand::new(&self.handle, &self.shape, self.dtype)
     }

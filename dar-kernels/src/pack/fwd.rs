@@ -1,15 +1,16 @@
 use cubecl::prelude::*;
 
-use crate::launch::{Row, Tuning, cube_count, cube_index, lanes};
+use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
-use crate::reduce::{CubeSum, Reduction};
+use crate::reduce::CubeSum;
 use crate::{Dims, KernelError};
 
 /// The operands of [`pack_fwd`].
 #[derive(Debug, Clone, Copy)]
 pub struct PackFwd<'a> {
-    /// Input, f32, f16 or bf16. `[tokens, streams, d_model]`
+    /// Input, f32, f16 or bf16: `[tokens, streams, d_model]`, or `[tokens, d_model]` for every stream the same (the
+    /// embedding).
     pub state: Operand<'a>,
     /// Output, in the type of `state`: the history, of which one entry is written. `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
@@ -26,44 +27,48 @@ pub struct PackFwd<'a> {
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or the history has no room for the entry.
 pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<(), KernelError> {
-    const NAME: &str = "pack_fwd";
     let PackFwd { state, value, inv_rms, entry, eps } = operands;
 
-    let mut check = Check::of(NAME);
-    let dims = check.state("state", &state)?;
+    let mut check = Check::of("pack_fwd");
     let capacity = check.room("value", &value, entry)?;
+    let dims = check.history(&value)?;
     let Dims { tokens, streams, d_model } = dims;
+    check.eps(eps)?.storage("state", &state, client)?;
+    match state.shape.len() {
+        2 => check.shape("state", &state, "[tokens, d_model]", &dims.branch())?,
+        _ => check.shape("state", &state, "[tokens, streams, d_model]", &dims.state())?,
+    };
     check
-        .eps(eps)?
-        .storage("state", &state, client)?
-        .dtype("value", &value, state.dtype)?
-        .dtype("inv_rms", &inv_rms, F32)?
-        .shape("state", &state, "[tokens, streams, d_model]", &dims.state())?
-        .shape("value", &value, "[capacity, tokens, streams, d_model]", &[capacity, tokens, streams, d_model])?
-        .shape("inv_rms", &inv_rms, "[capacity, tokens, streams]", &[capacity, tokens, streams])?;
+        .fits(
+            "value",
+            &value,
+            state.dtype,
+            "[capacity, tokens, streams, d_model]",
+            &[capacity, tokens, streams, d_model],
+        )?
+        .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?;
+    let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
     }
 
-    let lanes = lanes(client, state.dtype, d_model);
-    let reduction = tuning.reduction(client);
-    let row = Row::choose(client, d_model / lanes, Row::ANY_COLUMNS, reduction);
+    let row = Row::walked(client, state.dtype, d_model, tuning);
     pack_fwd_kernel::launch(
         client,
-        cube_count(client, tokens * streams, 1),
+        cubes(client, tokens * streams, 1),
         row.cube_dim(),
-        check.address(client)?,
-        lanes,
-        state.argument(lanes),
-        value.argument(lanes),
+        address,
+        row.lanes,
+        state.argument(row.lanes),
+        value.argument(row.lanes),
         inv_rms.argument(1),
         entry,
         tokens * streams,
-        d_model / lanes,
+        if state.shape.len() == 2 { streams } else { 1 },
+        d_model / row.lanes,
         d_model as f32,
         eps as f32,
-        row.units,
-        reduction,
+        row,
         state.dtype,
     );
     Ok(())
@@ -72,16 +77,16 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn pack_fwd_kernel<E: Float, N: Size>(
-    state: &[Vector<E, N>],     // [rows, vectors]
+    state: &[Vector<E, N>],     // [rows / sharing, vectors]
     value: &mut [Vector<E, N>], // [capacity, rows, vectors]
     inv_rms: &mut [f32],        // [capacity, rows]
     entry: usize,
-    rows: usize, // tokens × streams
+    rows: usize,    // tokens × streams
+    sharing: usize, // rows of an entry that hold the same row of the state
     vectors: usize,
     d_model: f32,
     eps: f32,
-    #[comptime] units: usize,
-    #[comptime] reduction: Reduction,
+    #[comptime] config: Row,
     #[define(E)] _dtype: ElemType,
 ) {
     let row = cube_index();
@@ -89,10 +94,11 @@ fn pack_fwd_kernel<E: Float, N: Size>(
         terminate!();
     }
     let packed = entry * rows + row;
-    let mut sums = CubeSum::new(1usize, units, reduction);
+    let source = row / sharing;
+    let mut sums = CubeSum::new(1usize, config);
     let mut squares = Vector::<f32, N>::new(0.0f32);
-    for column in range_stepped(UNIT_POS_X as usize, vectors, units) {
-        let x = state[row * vectors + column];
+    for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
+        let x = state[source * vectors + column];
         value[packed * vectors + column] = x;
         let x = Vector::<f32, N>::cast_from(x);
         squares += x * x;

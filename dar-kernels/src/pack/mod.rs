@@ -5,7 +5,8 @@
 //! ```
 //!
 //! The normalised key of the paper is `inv_rms * value`, so that no second buffer of keys exists. Earlier entries are not
-//! touched. Bytes moved: two units of `tokens × d_model` are read and two written for two streams.
+//! touched. Bytes moved: two units of `tokens × d_model` are read and two written for two streams; an embedding, which all
+//! streams share, is one unit.
 
 mod fwd;
 

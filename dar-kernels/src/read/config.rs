@@ -1,48 +1,42 @@
 use cubecl::prelude::*;
 
-use crate::Routing;
-use crate::launch::{Row, Tuning, lanes};
-use crate::reduce::Reduction;
+use crate::launch::{Row, Tuning};
+use crate::{Dims, Routing};
 
 /// f32 registers of a unit for the merged state, with as many again in flight for each of the two inputs.
 const MOST_REGISTERS: usize = 32;
 
-/// Everything that changes the code of the kernel.
+/// f32 registers of a unit for the gradients of parameters, which stay over all of its tokens: six a stream (rows of five
+/// gates and a query), column and lane. Past them the state of a token spills.
+const MOST_GRADIENT_REGISTERS: usize = 96;
+
+/// Everything that changes the code of a kernel beside the operands that are there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ReadConfig {
+    pub(crate) streams: usize,
     pub(crate) routing: Routing,
+    /// Backward: whether a gradient of the state after the branch comes in.
+    pub(crate) written: bool,
+    /// Backward: whether the site's parameters get gradients.
+    pub(crate) trained: bool,
     pub(crate) row: Row,
-    pub(crate) reduction: Reduction,
 }
 
-/// Lanes of a vector, and the kernel for them.
-pub(crate) fn choose(
-    client: &Client,
-    d_model: usize,
-    dtype: ElemType,
-    routing: Routing,
-    tuning: Tuning,
-) -> (usize, ReadConfig) {
-    let lanes = lanes(client, dtype, d_model);
-    let reduction = tuning.reduction(client);
-    let most_columns = (MOST_REGISTERS / (2 * lanes)).max(1);
-    (lanes, ReadConfig { routing, row: Row::choose(client, d_model / lanes, most_columns, reduction), reduction })
+pub(crate) fn choose(client: &Client, dims: Dims, dtype: ElemType, routing: Routing, tuning: Tuning) -> ReadConfig {
+    let Dims { streams, d_model, .. } = dims;
+    let row = Row::held(client, dtype, d_model, tuning, streams, MOST_REGISTERS);
+    ReadConfig { streams, routing, written: false, trained: false, row }
 }
 
-/// f32 registers of a unit for the gradients of a site's parameters, 12 a column and lane, which stay over all of its
-/// tokens; past them the state of a token spills.
-const MOST_SITE_REGISTERS: usize = 96;
-
-/// Lanes of a vector, and the kernel of the backward for them.
 pub(crate) fn choose_backward(
     client: &Client,
-    d_model: usize,
+    dims: Dims,
     dtype: ElemType,
+    [written, trained]: [bool; 2],
     routing: Routing,
     tuning: Tuning,
-) -> (usize, ReadConfig) {
-    let lanes = lanes(client, dtype, d_model);
-    let reduction = tuning.reduction(client);
-    let most_columns = (MOST_SITE_REGISTERS / (12 * lanes)).max(1);
-    (lanes, ReadConfig { routing, row: Row::choose(client, d_model / lanes, most_columns, reduction), reduction })
+) -> ReadConfig {
+    let Dims { streams, d_model, .. } = dims;
+    let row = Row::held(client, dtype, d_model, tuning, 6 * streams, MOST_GRADIENT_REGISTERS);
+    ReadConfig { streams, routing, written, trained, row }
 }

@@ -1,288 +1,461 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose};
-use crate::gate::{ALPHA, BETA, GATES, QUERY, RHO, ROWS, SCALARS};
-use crate::launch::{Tuning, cube_count, cube_index};
+use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum, sigmoid};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
+use crate::site::{ALPHA, BETA, GATES, RHO, site_length, site_scalar};
 use crate::softmax::OnlineSoftmax;
+use crate::write::written;
 use crate::{Dims, KernelError, Routing};
 
 /// The operands of [`read_fwd`].
 #[derive(Debug, Clone, Copy)]
 pub struct ReadFwd<'a> {
-    /// Input, f32, f16 or bf16: the retrieved state of this branch's query. `[tokens, 2, d_model]`
+    /// Input, f32, f16 or bf16: retrieved states. `[slots, tokens, outputs, d_model]`
     pub state: Operand<'a>,
-    /// What the state is merged with; none in a block's first branch.
-    pub partial: Option<ReadPartial<'a>>,
-    /// Input, f32, f16 or bf16: the site's rows alpha0, alpha1, beta0, beta1, rho, query; each for stream 0, then stream 1.
-    /// `[6, 2, d_model]`
-    pub weight: Operand<'a>,
-    /// Input, f32: five biases in the order of `weight`, then the scales of alpha, beta and rho. `[8]`
-    pub scalars: Operand<'a>,
-    /// Output, in the type of `state`: branch input (15). `[tokens, d_model]`
+    /// The slot of this read.
+    pub slot: usize,
+    /// The branch before, whose write comes first; none where no block is open.
+    pub open: Option<Open<'a>>,
+    /// Input, f32: queries of all reads. Read with `open` only. `[reads, outputs, d_model]`
+    pub query: Operand<'a>,
+    /// Input, f32: log-sum-exps of all reads. Read with `open` only. `[reads, tokens, outputs]`
+    pub lse: Operand<'a>,
+    /// Input, f32: the gates' parameters, with `gate` and two outputs; none sums the streams. `[10 * d_model + 8]`
+    pub site: Option<Operand<'a>>,
+    /// In place, f32: gates of all reads, of which row `read` is written with `site`, and row `read - 1` is read with
+    /// `open`; none writes plain sums of one stream. `[reads, tokens, 5]`
+    pub gate: Option<Operand<'a>>,
+    /// Output, in the type of `state`: branch input, or hidden state. `[tokens, d_model]`
     pub input: Operand<'a>,
-    /// Output, f32: alpha0, alpha1, beta0, beta1, rho; rho is 1 without a partial state. `[tokens, 5]`
-    pub gate: Operand<'a>,
+    /// Which read this is.
+    pub read: usize,
     /// Epsilon of all norms.
     pub eps: f64,
 }
 
-/// The open block's part of [`ReadFwd`].
+/// What [`ReadFwd`] writes before it reads.
 #[derive(Debug, Clone, Copy)]
-pub struct ReadPartial<'a> {
-    /// Input, in the type of the retrieved state. `[tokens, 2, d_model]`
-    pub state: Operand<'a>,
-    /// Input, f32: log-sum-exp of the history. `[tokens, 2]`
-    pub lse: Operand<'a>,
+pub struct Open<'a> {
+    /// Input, in the type of the retrieved state: the state before branch `read - 1`; none where that was a block's first.
+    /// `[tokens, outputs, d_model]`
+    pub before: Option<Operand<'a>>,
+    /// Input, in the same type: what branch `read - 1` computed. `[tokens, d_model]`
+    pub output: Operand<'a>,
+    /// Output, in the same type: the state after that branch, which the read goes on with. `[tokens, outputs, d_model]`
+    pub partial: Operand<'a>,
 }
 
-/// Residual read, forward (A.6–A.10, 13–16).
+/// The write of branch `read - 1`, then read `read`, forward (17, A.6–A.10, 13–16).
 ///
 /// # Errors
-/// If an operand has another shape, element type or a too short buffer.
+/// If an operand has another shape, element type or a too short buffer, or operands are missing that others need.
 pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tuning) -> Result<(), KernelError> {
-    let ReadFwd { state, partial, weight, scalars, input, gate, eps } = operands;
+    const STATE: &str = "[tokens, outputs, d_model]";
+    let ReadFwd { state, slot, open, query, lse, site, gate, input, read, eps } = operands;
 
     let mut check = Check::of("read_fwd");
-    let Dims { tokens, d_model, .. } = check.state("state", &state)?;
-    let dims = Dims { tokens, streams: 2, d_model };
-    check
-        .eps(eps)?
-        .storage("state", &state, client)?
-        .storage("weight", &weight, client)?
-        .dtype("scalars", &scalars, F32)?
-        .dtype("input", &input, state.dtype)?
-        .dtype("gate", &gate, F32)?
-        .shape("state", &state, "[tokens, 2, d_model]", &dims.state())?
-        .shape("weight", &weight, "[6, 2, d_model]", &[ROWS, 2, d_model])?
-        .shape("scalars", &scalars, "[8]", &[SCALARS])?
-        .shape("input", &input, "[tokens, d_model]", &dims.branch())?
-        .shape("gate", &gate, "[tokens, 5]", &[tokens, GATES])?;
-    if let Some(partial) = partial {
-        check
-            .dtype("partial.state", &partial.state, state.dtype)?
-            .dtype("partial.lse", &partial.lse, F32)?
-            .shape("partial.state", &partial.state, "[tokens, 2, d_model]", &dims.state())?
-            .shape("partial.lse", &partial.lse, "[tokens, 2]", &[tokens, 2])?;
+    let dims = inputs(
+        client,
+        &mut check,
+        Inputs { state, slot, query, lse, site, gate, read, open: open.is_some() },
+        routing,
+    )?;
+    let Dims { tokens, d_model, .. } = dims;
+    check.eps(eps)?.fits("input", &input, state.dtype, "[tokens, d_model]", &dims.branch())?;
+    if let Some(Open { before, output, partial }) = &open {
+        if let Some(before) = before {
+            check.fits("open.before", before, state.dtype, STATE, &dims.state())?;
+        }
+        check.fits("open.output", output, state.dtype, "[tokens, d_model]", &dims.branch())?.fits(
+            "open.partial",
+            partial,
+            state.dtype,
+            STATE,
+            &dims.state(),
+        )?;
     }
+    let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
     }
 
-    let (lanes, config) = choose(client, d_model, state.dtype, routing, tuning);
+    let config = choose(client, dims, state.dtype, routing, tuning);
+    let lanes = config.row.lanes;
     read_fwd_kernel::launch(
         client,
-        cube_count(client, tokens, 1),
+        cubes(client, tokens, 1),
         config.row.cube_dim(),
-        check.address(client)?,
+        address,
         lanes,
         state.argument(lanes),
-        partial.map(|partial| partial.state.argument(lanes)).into(),
-        partial.map(|partial| partial.lse.argument(1)).into(),
-        weight.argument(lanes),
-        scalars.argument(1),
+        open.and_then(|open| open.before).map(|before| before.argument(lanes)).into(),
+        open.map(|open| open.output.argument(lanes)).into(),
+        open.map(|open| open.partial.argument(lanes)).into(),
+        open.map(|_| query.argument(lanes)).into(),
+        open.map(|_| lse.argument(1)).into(),
+        site.map(|site| site.argument(lanes)).into(),
+        gate.filter(|_| site.is_some() || open.is_some()).map(|gate| gate.argument(1)).into(),
         input.argument(lanes),
-        gate.argument(1),
+        slot,
+        read,
         tokens,
         d_model / lanes,
         d_model as f32,
         eps as f32,
         config,
         state.dtype,
-        weight.dtype,
     );
     Ok(())
 }
 
+/// What forward and backward share.
+pub(super) struct Inputs<'a> {
+    pub(super) state: Operand<'a>,
+    pub(super) slot: usize,
+    pub(super) query: Operand<'a>,
+    pub(super) lse: Operand<'a>,
+    pub(super) site: Option<Operand<'a>>,
+    pub(super) gate: Option<Operand<'a>>,
+    pub(super) read: usize,
+    pub(super) open: bool,
+}
+
+/// Checks what forward and backward share; the sizes of the states.
+pub(super) fn inputs(
+    client: &Client,
+    check: &mut Check,
+    inputs: Inputs,
+    routing: Routing,
+) -> Result<Dims, KernelError> {
+    let Inputs { state, slot, query, lse, site, gate, read, open } = inputs;
+    let &[slots, tokens, outputs @ (1..), d_model @ (1..)] = state.shape else {
+        let expected = "[slots, tokens, outputs, d_model] with outputs ≥ 1 and d_model ≥ 1";
+        return Err(check.wrong_shape("state", &state, expected));
+    };
+    let [reads, _] = check.queries("query", &query)?;
+    check
+        .index("slot", slot, "slots of `state`", slots)?
+        .index("read", read, "rows of `query`", reads)?
+        .storage("state", &state, client)?
+        .shape("state", &state, "[slots, tokens, outputs, d_model]", &[slots, tokens, outputs, d_model])?
+        .fits("query", &query, F32, "[reads, outputs, d_model]", &[reads, outputs, d_model])?
+        .fits("lse", &lse, F32, "[reads, tokens, outputs]", &[reads, tokens, outputs])?;
+    if open {
+        routing.check(check.operation, outputs, outputs)?;
+        if read == 0 {
+            return Err(KernelError::value(check.operation, "read", "at least 1 where a block is open", read));
+        }
+    }
+    let streams = match (&gate, open) {
+        (Some(_), _) => Some((2, "2 with `gate`")),
+        (None, true) => Some((1, "1 where a block is open without `gate`")),
+        (None, false) => None,
+    };
+    if let Some((streams, expected)) = streams
+        && streams != outputs
+    {
+        return Err(KernelError::value(check.operation, "outputs of the state", expected, outputs));
+    }
+    if let Some(gate) = &gate {
+        check.fits("gate", gate, F32, "[reads, tokens, 5]", &[reads, tokens, GATES])?;
+    }
+    if let Some(site) = &site {
+        if gate.is_none() {
+            return Err(KernelError::value(
+                check.operation,
+                "gate",
+                "the gates of all reads, as `site` is there",
+                "none",
+            ));
+        }
+        check.fits("site", site, F32, "[10 * d_model + 8]", &[site_length(d_model)])?;
+    }
+    Ok(Dims { tokens, streams: outputs, d_model })
+}
+
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
-fn read_fwd_kernel<E: Float, Q: Float, N: Size>(
-    state: &[Vector<E, N>],                   // [tokens, 2, vectors]
-    partial: ComptimeOption<&[Vector<E, N>]>, // [tokens, 2, vectors]
-    lse: ComptimeOption<&[f32]>,              // [tokens, 2]
-    weight: &[Vector<Q, N>],                  // [6, 2, vectors]
-    scalars: &[f32],                          // [8]
-    input: &mut [Vector<E, N>],               // [tokens, vectors]
-    gate: &mut [f32],                         // [tokens, 5]
+fn read_fwd_kernel<E: Float, N: Size>(
+    state: &[Vector<E, N>],                           // [slots, tokens, streams, vectors]
+    before: ComptimeOption<&[Vector<E, N>]>,          // [tokens, streams, vectors]
+    output: ComptimeOption<&[Vector<E, N>]>,          // [tokens, vectors]
+    mut partial: ComptimeOption<&mut [Vector<E, N>]>, // [tokens, streams, vectors]
+    query: ComptimeOption<&[Vector<f32, N>]>,         // [reads, streams, vectors]
+    lse: ComptimeOption<&[f32]>,                      // [reads, tokens, streams]
+    site: ComptimeOption<&[Vector<f32, N>]>,          // [10 * vectors + 8 / lanes]
+    mut gate: ComptimeOption<&mut [f32]>,             // [reads, tokens, 5]
+    input: &mut [Vector<E, N>],                       // [tokens, vectors]
+    slot: usize,
+    read: usize,
     tokens: usize,
     vectors: usize,
     d_model: f32,
     eps: f32,
     #[comptime] config: ReadConfig,
-    #[define(E)] _state_dtype: ElemType,
-    #[define(Q)] _weight_dtype: ElemType,
+    #[define(E)] _dtype: ElemType,
 ) {
     let token = cube_index();
     if token >= tokens {
         terminate!();
     }
-    let units = comptime!(config.row.units);
+    let streams = comptime!(config.streams);
     let columns = comptime!(config.row.columns);
+    let units = comptime!(config.row.units);
     let unit = UNIT_POS_X as usize;
-    let mut sums = CubeSum::new(5usize, units, comptime!(config.reduction));
+    let gated = comptime!(gate.is_some());
+    let sited = comptime!(site.is_some());
+    let mut sums = CubeSum::new(comptime!(2 * streams + 1), comptime!(config.row));
 
-    let mut merged = load_pair::<E, N>(state, token, vectors, columns, units);
+    let mut merged = load::<E, N>(state, (slot * tokens + token) * streams, vectors, streams, comptime!(config.row));
     let mut rho = f32::new(1.0);
     #[comptime]
-    match partial {
-        ComptimeOption::Some(partial) => {
-            let partial = load_pair::<E, N>(partial, token, vectors, columns, units);
+    match output {
+        ComptimeOption::Some(output) => {
+            // (17), and what is stored goes on.
+            let partial = partial.as_mut().unwrap();
+            let mut open = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+            let mut gates = Array::<f32>::new(3usize);
+            if comptime!(gated) {
+                // As `write_gates`, which takes what cannot be written.
+                let gate = gate.as_mut().unwrap();
+                let row = ((read - 1) * tokens + token) * GATES;
+                #[unroll]
+                for k in 0usize..3 {
+                    gates[k] = gate[row + BETA + k];
+                }
+            }
+            #[unroll]
+            for c in 0..columns {
+                let column = c * units + unit;
+                #[unroll]
+                for j in 0..streams {
+                    open[comptime!(j * columns + c)] = Vector::new(0.0f32);
+                }
+                if column < vectors {
+                    let written = written::<E, N>(&before, output, &gates, token, column, vectors, gated);
+                    #[unroll]
+                    for j in 0..streams {
+                        let stored = Vector::<E, N>::cast_from(written[j]);
+                        partial[(token * streams + j) * vectors + column] = stored;
+                        open[comptime!(j * columns + c)] = Vector::cast_from(stored);
+                    }
+                }
+            }
+
+            let logits = query.unwrap();
+            let mut about = partial_sums::<N>(&open, logits, &site, read, vectors, comptime!(sited as usize), config);
+            sums.sum(&mut about);
+            #[comptime]
+            match site {
+                ComptimeOption::Some(site) => {
+                    let norm = inverse_rms(about[0] + about[1], 2.0f32 * d_model, eps);
+                    let scale = site_scalar::<N>(site, vectors, comptime!(GATES + 2));
+                    rho = sigmoid(scale * norm * about[4] + site_scalar::<N>(site, vectors, RHO)); // (16)
+                }
+                ComptimeOption::None => {}
+            }
             let lse = lse.unwrap();
-            let mut sum = partial_sums::<Q, N>(&partial, weight, vectors, config);
-            sums.sum(&mut sum);
-
-            let norm = inverse_rms(sum[0] + sum[1], 2.0f32 * d_model, eps);
-            rho = sigmoid(scalars[GATES + 2] * norm * sum[4] + scalars[RHO]); // (16)
-
-            let mut share = Array::<f32>::new(4usize);
-            merged = merge::<N>(&merged, &partial, &sum, lse, &mut share, token, d_model, eps, config);
+            let row = (read * tokens + token) * streams;
+            merge::<N>(&mut merged, &open, &about, lse, row, d_model, eps, config);
         }
         ComptimeOption::None => {}
     }
 
-    // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1, and the squares of [h0; h1].
-    let mut sum = Array::<f32>::new(5usize);
-    #[unroll]
-    for k in 0usize..5 {
-        let mut dot = Vector::<f32, N>::new(0.0f32);
-        #[unroll]
-        for j in 0usize..2 {
+    #[comptime]
+    match site {
+        ComptimeOption::Some(site) => {
+            // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1, and the squares of [h0; h1].
+            let mut sum = Array::<f32>::new(5usize);
+            let mut squares = Vector::<f32, N>::new(0.0f32);
+            #[unroll]
+            for k in 0usize..4 {
+                let mut dot = Vector::<f32, N>::new(0.0f32);
+                #[unroll]
+                for j in 0usize..2 {
+                    #[unroll]
+                    for c in 0..columns {
+                        let column = c * units + unit;
+                        let own = merged[comptime!(j * columns + c)];
+                        if column < vectors {
+                            dot += site[(2 * k + j) * vectors + column] * own;
+                        }
+                        if comptime!(k == 0) {
+                            squares += own * own;
+                        }
+                    }
+                }
+                sum[k] = lane_sum(dot);
+            }
+            sum[4] = lane_sum(squares);
+            sums.sum(&mut sum);
+
+            let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
+            let scale_alpha = site_scalar::<N>(site, vectors, GATES);
+            let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
+            let mut gates = Array::<f32>::new(4usize);
+            #[unroll]
+            for k in 0usize..2 {
+                let (alpha, beta) = (comptime!(ALPHA + k), comptime!(BETA + k));
+                gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha)); // (13, 14)
+                gates[beta] = 2.0f32 * sigmoid(scale_beta * norm * sum[beta] + site_scalar::<N>(site, vectors, beta));
+            }
             #[unroll]
             for c in 0..columns {
                 let column = c * units + unit;
-                let own = merged[comptime!(j * columns + c)];
-                if comptime!(k == 4) {
-                    dot += own * own;
-                } else if column < vectors {
-                    dot += Vector::cast_from(weight[(2 * k + j) * vectors + column]) * own;
+                if column < vectors {
+                    let mixed = Vector::new(gates[ALPHA]) * merged[c]
+                        + Vector::new(gates[ALPHA + 1]) * merged[comptime!(columns + c)]; // (15)
+                    input[token * vectors + column] = Vector::cast_from(mixed);
+                }
+            }
+            if unit == 0 {
+                let gate = gate.as_mut().unwrap();
+                let row = (read * tokens + token) * GATES;
+                #[unroll]
+                for k in 0usize..4 {
+                    gate[row + k] = gates[k];
+                }
+                gate[row + RHO] = rho;
+            }
+        }
+        ComptimeOption::None =>
+        {
+            #[unroll]
+            for c in 0..columns {
+                let column = c * units + unit;
+                if column < vectors {
+                    let mut sum = merged[c];
+                    #[unroll]
+                    for j in 1..streams {
+                        sum += merged[comptime!(j * columns + c)];
+                    }
+                    input[token * vectors + column] = Vector::cast_from(sum);
                 }
             }
         }
-        sum[k] = lane_sum(dot);
-    }
-    sums.sum(&mut sum);
-
-    let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
-    let alpha0 = sigmoid(scalars[GATES] * norm * sum[ALPHA] + scalars[ALPHA]); // (13, 14)
-    let alpha1 = sigmoid(scalars[GATES] * norm * sum[ALPHA + 1] + scalars[ALPHA + 1]);
-    #[unroll]
-    for c in 0..columns {
-        let column = c * units + unit;
-        if column < vectors {
-            let mixed = Vector::new(alpha0) * merged[c] + Vector::new(alpha1) * merged[comptime!(columns + c)]; // (15)
-            input[token * vectors + column] = Vector::cast_from(mixed);
-        }
-    }
-    if unit == 0 {
-        let gates = token * GATES;
-        gate[gates + ALPHA] = alpha0;
-        gate[gates + ALPHA + 1] = alpha1;
-        #[unroll]
-        for j in BETA..BETA + 2 {
-            gate[gates + j] = 2.0f32 * sigmoid(scalars[GATES + 1] * norm * sum[j] + scalars[j]); // (13, 14)
-        }
-        gate[gates + RHO] = rho;
     }
 }
 
-/// The columns of this unit of both streams of a token, zero past the end: `[2, columns]`.
+/// The columns of this unit of `streams` rows from `row` on, zero past the end: `[streams, columns]`.
 #[cube]
-pub(super) fn load_pair<E: Float, N: Size>(
-    pair: &[Vector<E, N>],
-    token: usize,
+pub(super) fn load<E: Float, N: Size>(
+    from: &[Vector<E, N>],
+    row: usize,
     vectors: usize,
-    #[comptime] columns: usize,
-    #[comptime] units: usize,
+    #[comptime] streams: usize,
+    #[comptime] config: Row,
 ) -> Array<Vector<f32, N>> {
-    let mut loaded = Array::<Vector<f32, N>>::new(comptime!(2 * columns));
+    let columns = comptime!(config.columns);
+    let mut loaded = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
     #[unroll]
-    for j in 0usize..2 {
+    for j in 0..streams {
         #[unroll]
         for c in 0..columns {
-            let column = c * units + UNIT_POS_X as usize;
+            let column = c * comptime!(config.units) + UNIT_POS_X as usize;
             let k = comptime!(j * columns + c);
             loaded[k] = Vector::new(0.0f32);
             if column < vectors {
-                loaded[k] = Vector::cast_from(pair[(2 * token + j) * vectors + column]);
+                loaded[k] = Vector::cast_from(from[(row + j) * vectors + column]);
             }
         }
     }
     loaded
 }
 
-/// What the sums over the cube give about the partial state: squares of both streams, `<q, P^key>` of both streams,
-/// `<W_rho, [P0; P1]>`.
+/// What the sums over the cube give about the partial state: squares of all streams, `<q, P^key>` of all streams, then
+/// `<W_rho, [P0; P1]>` if there is a site, and room: `more` values in all beyond those of the streams.
 #[cube]
-pub(super) fn partial_sums<Q: Float, N: Size>(
+pub(super) fn partial_sums<N: Size>(
     partial: &Array<Vector<f32, N>>,
-    weight: &[Vector<Q, N>],
+    query: &[Vector<f32, N>],
+    site: &ComptimeOption<&[Vector<f32, N>]>,
+    read: usize,
     vectors: usize,
+    #[comptime] more: usize,
     #[comptime] config: ReadConfig,
 ) -> Array<f32> {
+    let streams = comptime!(config.streams);
     let columns = comptime!(config.row.columns);
     let units = comptime!(config.row.units);
-    let mut sum = Array::<f32>::new(5usize);
-    sum[4] = f32::new(0.0);
+    let unit = UNIT_POS_X as usize;
+    let mut sum = Array::<f32>::new(comptime!(2 * streams + more));
     #[unroll]
-    for j in 0usize..2 {
+    for j in 0..streams {
         let key = comptime!(config.routing.key_stream(j));
         let mut squares = Vector::<f32, N>::new(0.0f32);
         let mut dot = Vector::<f32, N>::new(0.0f32);
-        let mut rho = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for c in 0..columns {
-            let column = c * units + UNIT_POS_X as usize;
+            let column = c * units + unit;
             if column < vectors {
                 let own = partial[comptime!(j * columns + c)];
-                let query = Vector::<f32, N>::cast_from(weight[(2 * QUERY + j) * vectors + column]);
                 squares += own * own;
-                dot += query * partial[comptime!(key * columns + c)];
-                rho += Vector::cast_from(weight[(2 * RHO + j) * vectors + column]) * own;
+                dot += query[(read * streams + j) * vectors + column] * partial[comptime!(key * columns + c)];
             }
         }
         sum[j] = lane_sum(squares);
-        sum[j + 2] = lane_sum(dot);
-        sum[4] += lane_sum(rho);
+        sum[comptime!(streams + j)] = lane_sum(dot);
+    }
+    #[comptime]
+    match site {
+        ComptimeOption::Some(site) => {
+            let mut dot = Vector::<f32, N>::new(0.0f32);
+            #[unroll]
+            for j in 0..streams {
+                #[unroll]
+                for c in 0..columns {
+                    let column = c * units + unit;
+                    if column < vectors {
+                        dot += site[(2 * RHO + j) * vectors + column] * partial[comptime!(j * columns + c)];
+                    }
+                }
+            }
+            sum[comptime!(2 * streams)] = lane_sum(dot);
+        }
+        ComptimeOption::None => {}
     }
     sum
 }
 
-/// Merges the retrieved state with the partial one (A.8–A.10). `share`: lambda of both streams, then 1 - lambda.
+/// Merges the retrieved state, in place, with the partial one (A.8–A.10), and returns lambda of all streams, then
+/// 1 - lambda. `row`: of `lse`.
 #[cube]
 #[expect(clippy::too_many_arguments, reason = "everything of one token")]
 pub(super) fn merge<N: Size>(
-    state: &Array<Vector<f32, N>>,
+    state: &mut Array<Vector<f32, N>>,
     partial: &Array<Vector<f32, N>>,
-    sum: &Array<f32>,
+    about: &Array<f32>,
     lse: &[f32],
-    share: &mut Array<f32>,
-    token: usize,
+    row: usize,
     d_model: f32,
     eps: f32,
     #[comptime] config: ReadConfig,
-) -> Array<Vector<f32, N>> {
+) -> Array<f32> {
+    let streams = comptime!(config.streams);
     let columns = comptime!(config.row.columns);
-    let mut softmax = OnlineSoftmax::empty(2usize);
-    let mut merged = Array::<Vector<f32, N>>::new(comptime!(2 * columns));
+    let mut softmax = OnlineSoftmax::empty(streams);
+    let mut share = Array::<f32>::new(comptime!(2 * streams));
     #[unroll]
-    for j in 0usize..2 {
+    for j in 0..streams {
         let key = comptime!(config.routing.key_stream(j));
         let from = comptime!(config.routing.value_stream(j));
-        let logit = sum[j + 2] * inverse_rms(sum[key], d_model, eps); // (A.8)
-        softmax.resume(j, lse[2 * token + j]);
+        let logit = about[comptime!(streams + j)] * inverse_rms(about[key], d_model, eps); // (A.8)
+        softmax.resume(j, lse[row + j]);
         let kept = softmax.raise(j, logit);
         let added = softmax.push(j, logit);
         let normaliser = softmax.normaliser(j);
+        let other = comptime!(streams + j);
         share[j] = kept * normaliser; // (A.9)
-        share[j + 2] = added * normaliser;
+        share[other] = added * normaliser;
         #[unroll]
         for c in 0..columns {
             let k = comptime!(j * columns + c);
             let partial = partial[comptime!(from * columns + c)];
-            merged[k] = Vector::new(share[j]) * state[k] + Vector::new(share[j + 2]) * partial; // (A.10)
+            state[k] = Vector::new(share[j]) * state[k] + Vector::new(share[other]) * partial; // (A.10)
         }
     }
-    merged
+    share
 }
