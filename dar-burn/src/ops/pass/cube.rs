@@ -42,6 +42,12 @@ impl Rows {
         Self(empty_device_contiguous_dtype(client.clone(), device.clone(), shape.into(), dtype))
     }
 
+    /// The same memory in another shape.
+    fn as_shape(&self, shape: impl Into<Shape>) -> Self {
+        let CubeTensor { client, device, handle, dtype, .. } = self.0.clone();
+        Self(CubeTensor::new_contiguous(client, device, shape.into(), handle, dtype))
+    }
+
     fn operand(&self) -> Operand<'_> {
         Operand::new(&self.0.handle, self.0.meta.shape(), dtype_to_elem_type(self.0.dtype))
     }
@@ -227,17 +233,16 @@ impl PassKernels for CubeBackend {
             Some(d_written) => Rows::new(d_written.copy()),
             None => state.empty([tokens, streams, d_model], dtype),
         });
-        let d_output = output.as_ref().map(|_| state.empty([tokens, d_model], dtype));
+        // Without gates it is the gradient of the state before.
+        let d_output = output.as_ref().zip(gate.as_ref()).map(|_| state.empty([tokens, d_model], dtype));
         let d_site = site.as_ref().filter(|_| parameters).map(|site| {
             Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype))
         });
-        let open = partial.as_ref().zip(output.as_ref()).zip(d_partial.as_ref()).map(|((partial, output), d_partial)| {
-            OpenBwd {
-                partial: partial.operand(),
-                d_partial: d_partial.operand(),
-                output: output.operand(),
-                d_output: d_output.as_ref().map(Rows::operand),
-            }
+        let open = partial.as_ref().zip(d_partial.as_ref()).map(|(partial, d_partial)| OpenBwd {
+            partial: partial.operand(),
+            d_partial: d_partial.operand(),
+            output: output.as_ref().filter(|_| gate.is_some()).map(Rows::operand),
+            d_output: d_output.as_ref().map(Rows::operand),
         });
         let operands = ReadBwd {
             state: state.operand(),
@@ -256,6 +261,10 @@ impl PassKernels for CubeBackend {
             eps,
         };
         launched(read_bwd(&state.0.client, operands, routing, Tuning::default()));
+        let d_output = match (&d_partial, &gate) {
+            (Some(d_partial), None) => Some(d_partial.as_shape([tokens, d_model])),
+            _ => d_output,
+        };
         let d_site = match d_site {
             Some(d_site) => OptionalSite::Given(Site::from_array(d_site.map(|rows| rows.0))),
             None => OptionalSite::Absent,
@@ -344,7 +353,7 @@ impl PassKernels for CubeBackend {
             reads: last,
             branches_per_block,
         };
-        launched(prefix_bwd_query(&value.0.client, operands, routing, Tuning::default()));
+        launched(prefix_bwd_query(&value.0.client, operands, routing));
         d_query.0
     }
 }
