@@ -88,7 +88,10 @@ fn what_has_no_alignment_is_refused() {
     let one = noise(2, (1, 3));
     assert_refused(linear_cka(one.view(), one.view()), &format!("linear_cka: `x` has shape [1, 3], {}", tokens(2)));
     assert_refused(linear_cka(x.view(), broken.view()), "linear_cka: `y` is NaN at [2, 1], expected finite numbers");
-    assert_refused(cka_matrix(&[], &[x.clone()]), "cka_matrix: `rows` has shape [0], expected at least one state");
+    assert_refused(
+        cka_matrix(&[], std::slice::from_ref(&x)),
+        "cka_matrix: `rows` has shape [0], expected at least one state",
+    );
     assert_refused(
         cka_matrix(&[x], &[noise(2, (6, 3))]),
         &format!("cka_matrix: `columns` has shape [6, 3], {}", tokens(5)),

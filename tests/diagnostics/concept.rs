@@ -105,7 +105,7 @@ fn what_has_no_direction_is_refused() {
     let base = noise(1, (3, 2));
     assert_refused(
         concept_direction(base.view(), base.view()),
-        "concept_direction: `target` is one of length 0, expected a direction of finite length > 0",
+        "concept_direction: `target` is a direction of length 0, expected one of finite length > 0",
     );
     assert_refused(
         concept_direction(base.view(), noise(2, (2, 2)).view()),
@@ -119,7 +119,7 @@ fn what_has_no_direction_is_refused() {
     );
     assert_refused(
         dual(array![0.0, 0.0], 0.0),
-        "dual_direction: `primal` is one of length 0, expected a direction of finite length > 0",
+        "dual_direction: `primal` is a direction of length 0, expected one of finite length > 0",
     );
     assert_refused(dual(array![f64::NAN, 0.0], 0.0), "dual_direction: `primal` is NaN at [0], expected finite numbers");
     assert_refused(dual(array![1.0, 0.0], -1.0), "dual_direction: `damping` is -1, expected a finite number ≥ 0");

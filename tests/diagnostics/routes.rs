@@ -69,7 +69,7 @@ fn winners_are_compared_site_by_site() {
 fn what_routes_nothing_is_refused() {
     assert_refused(
         RouteUse::measure(array![[[1.0, 0.0], [0.0, 0.0]]].view()),
-        "RouteUse::measure: `weights` is none, expected a weight that is not zero for every token",
+        "RouteUse::measure: `weights` is all zero at [0, 1], expected a weight that is not zero for every token",
     );
     assert_refused(
         RouteUse::measure(array![[[1.0, f64::NAN]]].view()),

@@ -68,7 +68,7 @@ fn what_is_no_covariance_is_refused() {
     );
     assert_refused(
         Spectrum::of(array![[1.0, 0.5], [0.25, 1.0]].view()),
-        "Spectrum::of: `covariance` is one whose halves differ by 2.5e-1, expected a symmetric matrix",
+        "Spectrum::of: `covariance` is a matrix whose halves differ by 2.5e-1, expected a symmetric one",
     );
     assert_refused(
         Spectrum::of(array![[1.0, 0.0], [0.0, f64::NAN]].view()),

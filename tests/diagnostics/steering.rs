@@ -155,7 +155,7 @@ fn what_cannot_be_steered_is_refused() {
     );
     assert_refused(
         step(&state, &array![0.0, 0.0], 1.0, euclidean, &unembedding),
-        "steering_step: `primal` is one of length 0, expected a direction of finite length > 0",
+        "steering_step: `primal` is a direction of length 0, expected one of finite length > 0",
     );
     assert_refused(
         step(&state, &state, f64::NAN, euclidean, &unembedding),

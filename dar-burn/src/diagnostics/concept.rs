@@ -48,7 +48,8 @@ pub fn concept_direction(base: ArrayView2<'_, f64>, target: ArrayView2<'_, f64>)
     unit("concept_direction", "target", mean)
 }
 
-/// Unit natural-gradient direction of a primal direction under a metric.
+/// Unit natural-gradient direction of a primal direction under a metric. A metric that is singular, if only up to
+/// rounding, needs damping.
 ///
 /// # Shapes
 /// - `covariance`: `[d_model, d_model]`
@@ -158,6 +159,6 @@ pub(super) fn unit(
 ) -> Result<Array1<f64>, KernelError> {
     let norm = norm(direction.view());
     let fits = norm.is_finite() && norm > 0.0;
-    require_value(fits, operation, argument, "a direction of finite length > 0", format!("one of length {norm}"))?;
+    require_value(fits, operation, argument, "one of finite length > 0", format!("a direction of length {norm}"))?;
     Ok(direction / norm)
 }

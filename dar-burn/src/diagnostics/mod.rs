@@ -34,8 +34,7 @@
 //!
 //! Arrays are those of [`ndarray`], row-major like the data of a tensor, so a captured tensor becomes an argument by
 //! `Array3::from_shape_vec(shape, data)`. Every argument must be finite. What a number leaves undefined (the CKA of a
-//! constant state, the slope over one point) is `NaN`, as are the blank cells of maps; no function returns `NaN` for
-//! another reason.
+//! constant state, the slope over one point) is `NaN`, as are the blank cells of maps.
 //!
 //! # Errors
 //!

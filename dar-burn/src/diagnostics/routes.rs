@@ -20,7 +20,7 @@
 use dar_kernels::KernelError;
 use ndarray::{Array1, ArrayView1, ArrayView3};
 
-use super::check::{require_finite, require_shape, require_value};
+use super::check::{require_finite, require_shape};
 use super::distribution::entropy;
 
 /// How one site routes: the read weights of a branch, or its write weights.
@@ -47,19 +47,21 @@ impl RouteUse {
         require_finite(operation, "weights", weights)?;
         let (sequences, tokens, streams) = weights.dim();
         let (mut load, mut effective, mut consistency) = (Array1::zeros(streams), 0.0, 0.0);
-        for sequence in weights.outer_iter() {
+        for (index, sequence) in weights.outer_iter().enumerate() {
             let mut sequence_load = Array1::<f64>::zeros(streams);
             let mut wins = vec![0_usize; streams];
-            for token in sequence.outer_iter() {
+            for (place, token) in sequence.outer_iter().enumerate() {
                 let size = token.mapv(f64::abs);
                 let largest = size[first_largest(size.view())];
-                require_value(
-                    largest > 0.0,
-                    operation,
-                    "weights",
-                    "a weight that is not zero for every token",
-                    "none",
-                )?;
+                if largest == 0.0 {
+                    let got = format!("all zero at {:?}", [index, place]);
+                    return Err(KernelError::value(
+                        operation,
+                        "weights",
+                        "a weight that is not zero for every token",
+                        got,
+                    ));
+                }
                 let size = size / largest; // a sum of large weights could overflow
                 wins[first_largest(size.view())] += 1;
                 sequence_load += &(&size / size.sum());

@@ -69,7 +69,7 @@ pub(super) fn check_symmetric(operation: &'static str, covariance: ArrayView2<'_
         asymmetry <= 1e-9 * largest,
         operation,
         "covariance",
-        "a symmetric matrix",
-        format!("one whose halves differ by {asymmetry:e}"),
+        "a symmetric one",
+        format!("a matrix whose halves differ by {asymmetry:e}"),
     )
 }
