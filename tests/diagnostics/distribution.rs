@@ -20,6 +20,15 @@ fn it_is_zero_for_itself_and_else_positive() {
 }
 
 #[test]
+fn rounding_makes_no_divergence_negative() {
+    for seed in 0..50 {
+        let clean = noise(seed, (1, 9)) * 5.0;
+        let kl = mean_kl(clean.view(), (&clean + 0.1).view()).unwrap();
+        assert!((0.0..1e-14).contains(&kl), "{kl:e}");
+    }
+}
+
+#[test]
 fn unlikely_tokens_do_not_overflow() {
     let (sure, other) = (array![[1e4, 0.0]], array![[0.0, 1e4]]);
     assert_close(mean_kl(sure.view(), other.view()).unwrap(), 1e4, 1e-8);

@@ -8,7 +8,7 @@ fn uniform_weights_use_all_streams_and_one_hot_weights_one() {
     for streams in 1..6 {
         let uniform = RouteUse::measure(Array3::from_elem((2, 3, streams), 0.7).view()).unwrap();
         assert_close(uniform.effective_streams, streams as f64, 1e-14);
-        assert_eq!(uniform.winner_consistency, 1.0);
+        assert_eq!((uniform.winner_consistency, uniform.dominant(), uniform.lowest()), (1.0, 0, 0));
         let one_hot = Array3::from_shape_fn((2, 3, streams), |(_, _, i)| f64::from(i == streams - 1));
         let one_hot = RouteUse::measure(one_hot.view()).unwrap();
         assert_eq!((one_hot.effective_streams, one_hot.winner_consistency), (1.0, 1.0));
@@ -26,6 +26,12 @@ fn two_sequences_by_hand() {
     // Winners 0, 0 (tie), 1 and 0, 0, 0.
     assert_close(route.winner_consistency, (2.0 / 3.0 + 1.0) / 2.0, 1e-15);
     assert_eq!((route.dominant(), route.lowest()), (0, 1));
+}
+
+#[test]
+fn the_lower_stream_wins_a_tie() {
+    let route = RouteUse::measure(array![[[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]].view()).unwrap();
+    assert_eq!(route.winner_consistency, 1.0);
 }
 
 #[test]
