@@ -34,6 +34,14 @@ fn a_diagonal_by_hand() {
 }
 
 #[test]
+fn singular_values_are_magnitudes() {
+    let spectrum = Spectrum::of(array![[0.0, 2.0], [2.0, 0.0]].view()).unwrap(); // eigenvalues 2 and -2
+    assert_close(spectrum.effective_rank(), 2.0, 1e-14);
+    assert_close(spectrum.condition_number(), 1.0, 1e-14);
+    assert_eq!(spectrum.trace(), 0.0);
+}
+
+#[test]
 fn no_variance_has_no_rank() {
     let spectrum = Spectrum::of(Array2::zeros((3, 3)).view()).unwrap();
     assert_eq!((spectrum.effective_rank(), spectrum.trace()), (0.0, 0.0));

@@ -46,6 +46,9 @@ fn the_first_step_at_the_threshold_is_reported() {
     assert_close(reach.target_probability, 5.0 / 6.0, 1e-15);
 
     assert_eq!(first_reach(&concept, 0.8, odds(1.0).view(), [Ok(odds(2.0))]).unwrap(), None);
+    let exactly = concept.target_probability(odds(3.0).view()).unwrap();
+    let reach = first_reach(&concept, exactly, odds(1.0).view(), [Ok(odds(3.0))]).unwrap().unwrap();
+    assert_eq!((reach.steps, reach.target_probability), (1, exactly));
     let at_once = first_reach(&concept, 0.8, odds(9.0).view(), []).unwrap().unwrap();
     assert_eq!((at_once.steps, at_once.off_target_kl), (0, 0.0));
 }
