@@ -2,19 +2,29 @@
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{DType, Device, Tensor};
+use dar_burn::device::OpenDevice;
 use dar_burn::nn::{AttnResConfig, DarConfig, SeparateValues, Tying};
 use dar_burn::ops::{Implementation, Memory};
 use dar_burn::{BranchLayout, ResidualConfig, ResidualState, Routing};
 
 use super::params::param_gradients;
 use super::toy::{Stir, Toy, tensor, vec};
-use crate::support::devices::{devices, flex};
+use crate::support::devices::{devices, flex, say};
 use crate::support::host::{relative_error, values};
 
 const TOKENS: usize = 3;
 const D_MODEL: usize = 6;
 /// Ragged for blocks of two and three layers.
 const BRANCHES: usize = 10;
+const SIZES: Sizes = Sizes { tokens: TOKENS, d_model: D_MODEL, branches: BRANCHES };
+
+/// Of a model and its input.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub(super) tokens: usize,
+    pub(super) d_model: usize,
+    pub(super) branches: usize,
+}
 
 /// Every form that has a history.
 fn schemes() -> Vec<(String, ResidualConfig)> {
@@ -38,8 +48,8 @@ fn schemes() -> Vec<(String, ResidualConfig)> {
 
 /// A model whose residual parameters all matter, in `dtype`: gradients are rounded to the type of their parameter. Its
 /// branches are weak: rounding must not grow from branch to branch, or nothing would tell it from a fault.
-fn toy(config: &ResidualConfig, device: &Device, dtype: DType) -> Toy {
-    let toy = Toy::new(config, &BranchLayout::new(D_MODEL, BRANCHES), device);
+fn toy(config: &ResidualConfig, sizes: Sizes, device: &Device, dtype: DType) -> Toy {
+    let toy = Toy::new(config, &BranchLayout::new(sizes.d_model, sizes.branches), device);
     let weak = |weight: Param<Tensor<2>>| weight.map(|weight| (weight * 0.3).detach().require_grad());
     let weights = toy.weights.into_iter().map(weak).collect();
     Toy { residual: toy.residual.map(&mut Stir::new()), weights, ..toy }.map(&mut Cast(dtype))
@@ -54,13 +64,13 @@ impl ModuleMapper for Cast {
 }
 
 /// How a pass is used: the tensors that enter the loss.
-type Use = dyn Fn(&Toy, Tensor<2>) -> Vec<Tensor<2>>;
+pub(super) type Use = dyn Fn(&Toy, Tensor<2>) -> Vec<Tensor<2>>;
 
 /// What enters the loss, then the gradients of the embedding, the branches and the residual parameters; a missing one is
 /// empty.
-fn run(config: &ResidualConfig, device: &Device, dtype: DType, usage: &Use) -> Vec<Vec<f64>> {
-    let toy = toy(config, device, dtype);
-    let x = tensor(1, [TOKENS, D_MODEL], 1.0, device).cast(dtype).detach().require_grad();
+pub(super) fn run(config: &ResidualConfig, sizes: Sizes, device: &Device, dtype: DType, usage: &Use) -> Vec<Vec<f64>> {
+    let toy = toy(config, sizes, device, dtype);
+    let x = tensor(1, [sizes.tokens, sizes.d_model], 1.0, device).cast(dtype).detach().require_grad();
     let outputs = usage(&toy, x.clone());
     let weighted = outputs.iter().enumerate().map(|(index, output)| {
         let [rows, columns] = output.dims();
@@ -83,28 +93,39 @@ fn run(config: &ResidualConfig, device: &Device, dtype: DType, usage: &Use) -> V
 /// composed one loses on Flex.
 #[track_caller]
 fn agree(about: &str, config: &ResidualConfig, device: &dyn Fn(Device) -> Device, usage: &Use) {
-    let composed = config.clone().with_implementation(Implementation::Composed);
-    let truth = run(&composed, &device(flex()), DType::F64, usage);
     for opened in devices() {
-        let (dtype, bound) = if opened.device == flex() {
-            (DType::F64, 1e-10)
-        } else {
-            // Some gradients are small sums of large terms; a wrong kernel is off by its whole result.
-            let lost = errors(&run(&composed, &device(flex()), DType::F32, usage), &truth);
-            let lost = lost.into_iter().fold(1e-6, f64::max);
-            assert!(lost <= 1e-4, "{about}: {lost:.1e} on the CPU");
-            (DType::F32, 10.0 * lost)
-        };
-        let [fastest, leanest] = [Memory::Fastest, Memory::Leanest].map(|memory| {
-            run(&config.clone().with_memory(memory), &device(opened.device.clone()), dtype, usage)
-        });
-        assert!(dtype == DType::F32 || fastest == leanest, "{about}: what is computed again is not the same");
-        for (memory, got) in [(Memory::Fastest, fastest), (Memory::Leanest, leanest)] {
-            let got = errors(&got, &truth);
-            for (index, error) in got.into_iter().enumerate() {
-                let about = format!("{about}, {memory:?}, {}, tensor {index}", opened.name);
-                assert!(error <= bound, "{about}: {error:.1e} > {bound:.1e}");
-            }
+        agree_on(opened, about, config, SIZES, device, usage);
+    }
+}
+
+#[track_caller]
+pub(super) fn agree_on(
+    opened: &OpenDevice,
+    about: &str,
+    config: &ResidualConfig,
+    sizes: Sizes,
+    device: &dyn Fn(Device) -> Device,
+    usage: &Use,
+) {
+    let composed = config.clone().with_implementation(Implementation::Composed);
+    let truth = run(&composed, sizes, &device(flex()), DType::F64, usage);
+    let (dtype, bound) = if opened.device == flex() {
+        (DType::F64, 1e-10)
+    } else {
+        // Some gradients are small sums of large terms; a wrong kernel is off by its whole result.
+        let lost = errors(&run(&composed, sizes, &device(flex()), DType::F32, usage), &truth);
+        let lost = lost.into_iter().fold(1e-6, f64::max);
+        assert!(lost <= 1e-4, "{about}: {lost:.1e} on the CPU");
+        (DType::F32, 10.0 * lost)
+    };
+    let [fastest, leanest] = [Memory::Fastest, Memory::Leanest]
+        .map(|memory| run(&config.clone().with_memory(memory), sizes, &device(opened.device.clone()), dtype, usage));
+    assert!(dtype == DType::F32 || fastest == leanest, "{about}: what is computed again is not the same");
+    for (memory, got) in [(Memory::Fastest, fastest), (Memory::Leanest, leanest)] {
+        let got = errors(&got, &truth);
+        for (index, error) in got.into_iter().enumerate() {
+            let about = format!("{about}, {memory:?}, {}, tensor {index}", opened.name);
+            assert!(error <= bound, "{about}: {error:.1e} > {bound:.1e}");
         }
     }
 }
@@ -128,7 +149,7 @@ fn advance(toy: &Toy, state: ResidualState<2>, branches: std::ops::Range<usize>,
     branches.fold(state, |state, branch| step(toy, state, branch, sign))
 }
 
-fn whole(toy: &Toy, x: Tensor<2>) -> Vec<Tensor<2>> {
+pub(super) fn whole(toy: &Toy, x: Tensor<2>) -> Vec<Tensor<2>> {
     vec![toy.forward(x)]
 }
 
@@ -247,7 +268,7 @@ fn frozen_parts() {
 fn gradients_are_the_slopes_of_the_forward() {
     let device = flex().autodiff();
     for (name, config) in few() {
-        let toy = toy(&config, &device, DType::F64);
+        let toy = toy(&config, SIZES, &device, DType::F64);
         let x = tensor(1, [TOKENS, D_MODEL], 1.0, &device).cast(DType::F64).detach().require_grad();
         let loss = |x: Tensor<2>| toy.forward(x).square().sum();
         let gradient = vec(x.grad(&loss(x.clone()).backward()).expect("the embedding is tracked"));
@@ -257,5 +278,78 @@ fn gradients_are_the_slopes_of_the_forward() {
         let slope = (at(step) - at(-step)) / (2.0 * step);
         let along: f64 = gradient.iter().zip(vec(direction.clone())).map(|(g, d)| g * d).sum();
         assert!((slope - along).abs() <= 1e-7 * along.abs(), "{name}: {slope} against {along}");
+    }
+}
+
+/// The kernels ran, and nothing else in their place: a read that writes, and its backward, are two kernels and the sum of the
+/// parameters' rows.
+#[test]
+fn passes_launch_kernels() {
+    for opened in devices() {
+        if opened.device == flex() {
+            continue;
+        }
+        let device = opened.device.clone().autodiff();
+        for (name, config) in few() {
+            let count = |config: &ResidualConfig| {
+                let before = dar_kernels::launches();
+                run(config, SIZES, &device, DType::F32, &whole);
+                dar_kernels::launches() - before
+            };
+            let launched = count(&config);
+            // At least one kernel a read forward, one backward.
+            assert!(launched >= 2 * (BRANCHES as u64 + 1), "{name} on {}: {launched} kernels", opened.name);
+            say(&format!("{name} on {}: {launched} kernels for {BRANCHES} branches", opened.name));
+        }
+    }
+}
+
+/// Equal passes give equal bits: no sum depends on chance.
+#[test]
+fn passes_repeat_bit_for_bit() {
+    for opened in devices() {
+        let device = opened.device.clone().autodiff();
+        for (name, config) in few() {
+            // Branches of one multiplication, which no backend computes in two ways.
+            let scaled = |toy: &Toy, x: Tensor<2>| {
+                let start = toy.residual.start(x);
+                let state = (0..BRANCHES).fold(start, |state, _| toy.residual.branch(state, |h| h * 0.5));
+                vec![toy.residual.finish(state)]
+            };
+            let again = || run(&config, SIZES, &device, DType::F32, &scaled);
+            assert_eq!(again(), again(), "{name} on {}", opened.name);
+        }
+    }
+}
+
+/// What is not finite in one token stays in it.
+#[test]
+fn tokens_do_not_leak() {
+    for opened in devices() {
+        let device = opened.device.clone().autodiff();
+        for (name, config) in few() {
+            for poison in [f64::NAN, f64::INFINITY] {
+                let usage = move |toy: &Toy, x: Tensor<2>| {
+                    let mut values = vec![0.0; TOKENS * D_MODEL];
+                    values[D_MODEL + 2] = poison;
+                    let data = burn::tensor::TensorData::new(values, [TOKENS, D_MODEL]);
+                    let poison = Tensor::<2>::from_data(data, (&x.device(), x.dtype()));
+                    vec![toy.forward(x + poison)]
+                };
+                let clean = run(&config, SIZES, &device, DType::F32, &whole);
+                let got = run(&config, SIZES, &device, DType::F32, &usage);
+                for index in [0, 1] {
+                    // The hidden state, and the gradient of the embedding.
+                    for token in [0, 2] {
+                        let row = token * D_MODEL..(token + 1) * D_MODEL;
+                        let (got, clean) = (&got[index][row.clone()], &clean[index][row]);
+                        let error = relative_error(got, clean, 1e-3);
+                        assert!(error <= 1e-5, "{name} on {}: token {token}, {poison}: {error:.1e}", opened.name);
+                    }
+                    let own = &got[index][D_MODEL..2 * D_MODEL];
+                    assert!(own.iter().any(|x| !x.is_finite()), "{name}: what is not finite vanished");
+                }
+            }
+        }
     }
 }

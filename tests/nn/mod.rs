@@ -2,6 +2,7 @@ mod devices;
 mod fused;
 mod layout;
 mod params;
+mod properties;
 mod residual;
 mod start;
 mod store;

@@ -4,10 +4,10 @@ use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
 use super::attn_res::check_tying;
+use super::fused::{FusedState, Written, check_output, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::params::zeros;
 use super::site::DarSite;
-use super::fused::{FusedState, Written, check_output, stack_queries};
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::{
     History, Implementation, Memory, Retrieved, output_read, prefix, residual_read, residual_read_first, write,

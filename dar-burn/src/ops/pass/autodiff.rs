@@ -24,12 +24,7 @@ use super::tape::{Link, Position, ReadGradients, Shared};
 #[backend_extension(Autodiff, Cube: cfg(feature = "cube"), Flex: cfg(feature = "flex"))]
 pub(crate) trait PassOps: Backend {
     /// Begins a pass: fills `link` and returns the chain.
-    fn pass_start(
-        embedding: FloatTensor<Self>,
-        query: FloatTensor<Self>,
-        plan: Plan,
-        link: Link,
-    ) -> FloatTensor<Self>;
+    fn pass_start(embedding: FloatTensor<Self>, query: FloatTensor<Self>, plan: Plan, link: Link) -> FloatTensor<Self>;
 
     /// Read `read` from where `link` says: fills `forward` and returns the branch input and the chain.
     fn pass_read(
@@ -89,12 +84,7 @@ untracked!(burn::backend::Cube);
 untracked!(burn::backend::Flex);
 
 impl<B: PassKernels, C: CheckpointStrategy> PassOps for Autodiff<B, C> {
-    fn pass_start(
-        embedding: FloatTensor<Self>,
-        query: FloatTensor<Self>,
-        plan: Plan,
-        link: Link,
-    ) -> FloatTensor<Self> {
+    fn pass_start(embedding: FloatTensor<Self>, query: FloatTensor<Self>, plan: Plan, link: Link) -> FloatTensor<Self> {
         let nodes = [embedding.node(), query.node()];
         let (chain, position) = start::<B>(plan, embedding.into_primitive(), query.into_primitive(), true);
         link.set(position.clone());

@@ -7,7 +7,8 @@ use burn::tensor::{DType, Shape, Tensor, activation::sigmoid};
 use dar_kernels::Routing;
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
+    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput,
+    Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::{accumulate, accumulator, inverse_rms};
@@ -105,7 +106,12 @@ fn norm_backward(x: &Tensor<2>, norm: &Tensor<2>, d: Tensor<2>) -> Tensor<2> {
 
 /// Backward of one gate group, `sigmoid(scale * (norm(x) W) + bias)`: from the gradient of the logits `[tokens, outputs]`,
 /// that of `x`, and of weight, bias and scale.
-fn gate_backward(x: &Tensor<2>, norm: &Tensor<2>, gate: &GateWeights, d_logit: Tensor<2>) -> (Tensor<2>, [Tensor<2>; 3]) {
+fn gate_backward(
+    x: &Tensor<2>,
+    norm: &Tensor<2>,
+    gate: &GateWeights,
+    d_logit: Tensor<2>,
+) -> (Tensor<2>, [Tensor<2>; 3]) {
     let normed = x.clone() * norm.clone();
     let scale = gate.scale.clone().unsqueeze_dim::<2>(0);
     let product = normed.clone().matmul(gate.weight.clone());
@@ -270,11 +276,7 @@ impl PassKernels for Flex {
                 (accumulate(merged).sum_dim(1).squeeze_dim(1).cast(storage), gate)
             }
         };
-        ReadOutput {
-            input: primitive(input),
-            partial: partial.map(primitive).into(),
-            gate: gate.map(primitive).into(),
-        }
+        ReadOutput { input: primitive(input), partial: partial.map(primitive).into(), gate: gate.map(primitive).into() }
     }
 
     fn pass_merge_backward(

@@ -1,9 +1,9 @@
 //! The launches of a pass on a backend: kernels on CubeCL devices, Burn operations on Flex.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType, backend_extension};
 #[cfg(feature = "cube")]
 use burn::backend::fusion::custom::TensorSpec;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn::tensor::{DType, Shape};
 use dar_kernels::Routing;
 

@@ -381,9 +381,8 @@ impl<B: PassKernels> Tape<B> {
             (self.plan.reads(), self.tokens, &self.query, self.slots < self.plan.reads());
         if self.backward.is_none() {
             let accumulator = parameter_dtype(self.dtype);
-            let zeros = |shape: [usize; 3]| {
-                Arena::new(B::float_zeros(Shape::new(shape), &query.device(), accumulator.into()))
-            };
+            let zeros =
+                |shape: [usize; 3]| Arena::new(B::float_zeros(Shape::new(shape), &query.device(), accumulator.into()));
             self.backward = Some(Backward {
                 deposited: 0,
                 d_written: None,
