@@ -3,6 +3,9 @@
 //! Every operation is token-wise: batch and sequence flatten to `tokens`. Its body is the equation that it cites,
 //! composed of Burn's ordinary operations, so it runs and differentiates on every backend. States keep their storage
 //! type; sums, norms, softmax and gates are computed in the [`accumulator`] type.
+//!
+//! These are the reference. The schemes of [`nn`](crate::nn) that keep a history run the same equations fused, with a
+//! hand-written backward, unless [`Implementation::Composed`] is chosen.
 
 pub mod history;
 pub mod hyper;
