@@ -279,7 +279,7 @@ impl<B: PassKernels, const N: usize> Backward<B, N> for HubNode {
         let d_input = mailbox.lock().d_input.take();
         let parents = ops.parents.each_ref().map(|parent| parent.as_ref().map(|parent| parent.id));
         let parameters = parents[2..].iter().any(Option::is_some);
-        let ReadGradients { d_output, d_site } = tape.lock().read_backward(read, d_input, parameters);
+        let ReadGradients { d_output, d_site } = tape.read_backward(read, d_input, parameters);
 
         if let (true, Some(output), Some(gradient)) = (written, parents[1], d_output) {
             grads.register::<B>(output, gradient);

@@ -15,7 +15,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
@@ -113,9 +113,24 @@ impl<B: PassKernels> Shared<B> {
         if trunk.next == read {
             return self.clone();
         }
-        let fork = Self::new(trunk.fork(read, self.clone()));
-        trunk.forks.push((read, fork.clone()));
-        fork
+        Self::new(trunk.fork(read, Arc::downgrade(&self.0)))
+    }
+
+    /// Backward of read `read`. `parameters`: whether the gradient of the site is wanted.
+    pub(super) fn read_backward(
+        &self,
+        read: usize,
+        d_input: Option<FloatTensor<B>>,
+        parameters: bool,
+    ) -> ReadGradients<B> {
+        let mut tape = self.lock();
+        if let (None, Some((own, trunk))) = (&tape.backward, &tape.trunk)
+            && let Some(trunk) = trunk.upgrade()
+        {
+            // The entries that both have seen gather the gradients of both.
+            Self(trunk).lock().forks.push((*own, self.clone()));
+        }
+        tape.read_backward(read, d_input, parameters)
     }
 }
 
@@ -188,8 +203,9 @@ pub(super) struct Tape<B: PassKernels> {
     /// By read.
     saved: Vec<Saved<B>>,
     backward: Option<Backward<B>>,
-    /// The first own read, and the tape that this one is a fork of.
-    trunk: Option<(usize, Shared<B>)>,
+    /// The first own read, and the tape that this one is a fork of, which the autodiff graph keeps for the backward.
+    trunk: Option<(usize, Weak<Mutex<Tape<B>>>)>,
+    /// The forks that have gone back, each with its first own read.
     forks: Vec<(usize, Shared<B>)>,
 }
 
@@ -255,7 +271,7 @@ impl<B: PassKernels> Tape<B> {
     }
 
     /// Another continuation, whose first own read is `read`.
-    fn fork(&self, read: usize, trunk: Shared<B>) -> Self {
+    fn fork(&self, read: usize, trunk: Weak<Mutex<Self>>) -> Self {
         let mut fork = Self {
             plan: self.plan,
             tokens: self.tokens,
@@ -402,8 +418,7 @@ impl<B: PassKernels> Tape<B> {
         self.backward.as_mut().expect("made above")
     }
 
-    /// Backward of read `read`. `parameters`: whether the gradient of the site is wanted.
-    pub(super) fn read_backward(
+    fn read_backward(
         &mut self,
         read: usize,
         d_input: Option<FloatTensor<B>>,
@@ -461,10 +476,11 @@ impl<B: PassKernels> Tape<B> {
             Some(output) if opens => Some(self.close_backward(read, output)),
             _ => gradients.d_output.into_option(),
         };
-        if let Some((own, trunk)) = self.trunk.clone()
-            && own == read
+        if let Some((own, trunk)) = &self.trunk
+            && *own == read
+            && let Some(trunk) = trunk.upgrade()
         {
-            self.hand_over(read, &trunk);
+            self.hand_over(read, &Shared(trunk));
         }
         ReadGradients { d_output, d_site: gradients.d_site.into_option() }
     }
