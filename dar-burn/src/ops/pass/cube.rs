@@ -19,8 +19,7 @@ use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, wri
 use dar_kernels::{KernelError, Operand, Routing, Tuning};
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput,
-    Site, Write,
+    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::require;
@@ -108,8 +107,13 @@ impl PassKernels for CubeBackend {
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let [state, value, inv_rms] = [state, value, inv_rms].map(Rows::new);
-        let operands =
-            PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry, eps };
+        let operands = PackFwd {
+            state: state.operand(),
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            entry,
+            eps,
+        };
         launched(pack_fwd(&value.0.client, operands, Tuning::default()));
         (value.0, inv_rms.0)
     }
@@ -231,10 +235,9 @@ impl PassKernels for CubeBackend {
         });
         // Without gates it is the gradient of the state before.
         let d_output = output.as_ref().zip(gate.as_ref()).map(|_| state.empty([tokens, d_model], dtype));
-        let d_site = site
-            .as_ref()
-            .filter(|_| parameters)
-            .map(|site| Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype)));
+        let d_site = site.as_ref().filter(|_| parameters).map(|site| {
+            Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype))
+        });
         let open = partial.as_ref().zip(d_partial.as_ref()).map(|(partial, d_partial)| OpenBwd {
             partial: partial.operand(),
             d_partial: d_partial.operand(),
@@ -313,24 +316,21 @@ impl PassKernels for CubeBackend {
         let [_, tokens, streams, d_model] = value.shape();
         let shape = if sum { Shape::new([tokens, d_model]) } else { Shape::new([tokens, streams, d_model]) };
         let d_value = value.empty(shape, value.0.dtype);
-        #[cfg(any())]
-        {
-            let operands = PrefixBwdHistory {
-                value: value.operand(),
-                inv_rms: inv_rms.operand(),
-                query: query.operand(),
-                lse: lse.operand(),
-                logit: logit.operand(),
-                d_state: state.operand(),
-                d_token: d_token.operand(),
-                d_logit: d_logit.operand(),
-                d_value: d_value.operand(),
-                entry,
-                first,
-                last,
-            };
-            launched(prefix_bwd_history(&value.0.client, operands, routing, Tuning::default()));
-        }
+        let operands = PrefixBwdHistory {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            d_state: state.operand(),
+            d_token: d_token.operand(),
+            d_logit: d_logit.operand(),
+            d_value: d_value.operand(),
+            entry,
+            first,
+            last,
+        };
+        launched(prefix_bwd_history(&value.0.client, operands, routing, Tuning::default()));
         (d_value.0, d_logit.0)
     }
 
@@ -344,8 +344,19 @@ impl PassKernels for CubeBackend {
         let QueryBackward { value, inv_rms, lse, logit, d_logit, d_token, d_query } = queries;
         let [value, inv_rms, lse, logit] = [value, inv_rms, lse, logit].map(Rows::new);
         let [d_logit, d_token, d_query] = [d_logit, d_token, d_query].map(Rows::new);
-        unimplemented!();
-        #[cfg(any())]
+        let operands = PrefixBwdQuery {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            d_logit: d_logit.operand(),
+            d_token: d_token.operand(),
+            d_query: d_query.operand(),
+            entries: value.shape::<4>()[0],
+            first,
+            reads: last,
+            branches_per_block,
+        };
         launched(prefix_bwd_query(&value.0.client, operands, routing));
         d_query.0
     }

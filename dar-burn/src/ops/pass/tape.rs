@@ -109,7 +109,7 @@ impl<B: PassKernels> Shared<B> {
 
     /// The tape on which `read` is the next read: this one, or a fork of it.
     fn at(&self, read: usize) -> Self {
-        let mut trunk = self.lock();
+        let trunk = self.lock();
         if trunk.next == read {
             return self.clone();
         }
