@@ -305,7 +305,8 @@ fn golden() {
             let stack = Stack::new(&client, &case);
             let before = launches();
             let (saved, hidden) = stack.forward();
-            // Sites, reads and their embedding; blocks that close, prefixes of blocks and of the output. Other tests add theirs.
+            // Sites, reads and their embedding; blocks that close, prefixes of blocks and of the output. Other tests
+            // add theirs.
             let (branches, blocks) = (stack.branches, stack.branches.div_ceil(stack.branches_per_block));
             let least = branches + (branches + 1) + 1 + (stack.entries() - 1) + (blocks + 1);
             assert!(launches() - before >= least as u64, "{about}: not by kernels");

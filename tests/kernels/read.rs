@@ -553,7 +553,8 @@ impl Gradients {
     }
 }
 
-/// All routings, kinds and types at one size; any width, no token, one, more than the first stage has cubes for at once.
+/// All routings, kinds and types at one size; any width, no token, one, more than the first stage has cubes for at
+/// once.
 #[test]
 fn backward_of_any_size() {
     for (client, device) in clients() {

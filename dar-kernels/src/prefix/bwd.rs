@@ -24,10 +24,11 @@ pub struct PrefixBwdHistory<'a> {
     pub logit: Operand<'a>,
     /// Input, in the type of `value`: the gradients of the retrieved states. `[reads, tokens, outputs, d_model]`
     pub d_state: Operand<'a>,
-    /// Input, f32: behind two columns of no concern the shifts `d_lse - <d_state, state>`. `[reads, tokens, 2 + outputs]`
+    /// Input, f32: behind two columns of no concern the shifts `d_lse - <d_state, state>`.
+    /// `[reads, tokens, 2 + outputs]`
     pub d_token: Operand<'a>,
-    /// Output, in the type of `value`: the gradient of the entry. `[tokens, streams, d_model]`, or its sum over the streams
-    /// `[tokens, d_model]` (the embedding)
+    /// Output, in the type of `value`: the gradient of the entry. `[tokens, streams, d_model]`, or its sum over the
+    /// streams `[tokens, d_model]` (the embedding)
     pub d_value: Operand<'a>,
     /// The entry.
     pub entry: usize,
@@ -276,8 +277,8 @@ pub struct PrefixBwdQuery<'a> {
     pub value: Operand<'a>,
     /// Saved, f32. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
-    /// Input, f32: what [`prefix_bwd_history`] leaves of the logits. Pairs of entries and reads that do not see them are
-    /// not read. `[capacity, reads, tokens, outputs]`
+    /// Input, f32: what [`prefix_bwd_history`] leaves of the logits. Pairs of entries and reads that do not see them
+    /// are not read. `[capacity, reads, tokens, outputs]`
     pub d_logit: Operand<'a>,
     /// In place, f32: the gradients are added to rows `first..reads`. `[_, outputs, d_model]`
     pub d_query: Operand<'a>,

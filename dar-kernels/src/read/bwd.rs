@@ -34,8 +34,8 @@ pub struct ReadBwd<'a> {
     /// The write of the branch before, as in the forward.
     pub open: Option<OpenBwd<'a>>,
     /// In place, f32, per token d_beta (two columns) and shift `d_lse - <d_state, state>` (one an output). Row `read`:
-    /// d_beta is read if `written` with a site, shift is written. Row `read - 1`: d_beta is written with `open` and gates.
-    /// `[reads, tokens, 2 + outputs]`
+    /// d_beta is read if `written` with a site, shift is written. Row `read - 1`: d_beta is written with `open` and
+    /// gates. `[reads, tokens, 2 + outputs]`
     pub d_token: Operand<'a>,
     /// Output, f32: the gradients of the site's parameters; none if they are frozen.
     pub d_site: Option<SiteOperands<'a>>,
@@ -62,8 +62,8 @@ pub struct OpenBwd<'a> {
     pub d_output: Option<Operand<'a>>,
 }
 
-/// The backward of read `read` and of the write of branch `read - 1` together. The gradients of the parameters are summed
-/// over the tokens in two stages; without tokens they are zero.
+/// The backward of read `read` and of the write of branch `read - 1` together. The gradients of the parameters are
+/// summed over the tokens in two stages; without tokens they are zero.
 ///
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or operands are missing that others need.
@@ -346,8 +346,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 }
                 sums.sum(&mut sum);
 
-                // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2 d_model),
-                // where v = sum of scale d_logit W.
+                // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2
+                // d_model), where v = sum of scale d_logit W.
                 let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
                 let scale_alpha = site_scalar::<N>(site, vectors, GATES);
                 let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
