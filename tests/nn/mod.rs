@@ -1,4 +1,5 @@
 mod devices;
+mod fused;
 mod layout;
 mod params;
 mod residual;

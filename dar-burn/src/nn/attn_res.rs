@@ -5,7 +5,9 @@ use dar_kernels::Routing;
 
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::params::{identities, zeros};
-use crate::ops::{History, Retrieved, accumulator, attnres_read, merge, prefix};
+use super::fused::{FusedState, Written, check_output, stack_queries};
+use crate::ops::pass::{Pass, Plan};
+use crate::ops::{History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix};
 
 /// Attention Residuals (DAR paper, equations 2–5; Kimi Team et al.): every branch reads a softmax mix of earlier states.
 ///
@@ -24,6 +26,12 @@ pub struct AttnResConfig {
     /// Epsilon of the key norm.
     #[config(default = 1e-6)]
     pub eps: f64,
+    /// What is kept for the backward.
+    #[config(default = "Memory::Fastest")]
+    pub memory: Memory,
+    /// Fused operations, or the graph of the equations as they are written.
+    #[config(default = "Implementation::Fused")]
+    pub implementation: Implementation,
 }
 
 /// Value projections of the sources (equation 21). They start as the identity.
@@ -98,6 +106,8 @@ impl AttnResConfig {
             branches_per_block: self.branches_per_block,
             tying: self.tying,
             eps: self.eps,
+            memory: self.memory,
+            implementation: self.implementation,
         }
     }
 }
@@ -142,10 +152,21 @@ pub struct AttnRes {
     #[module(skip)]
     tying: Tying,
     eps: f64,
+    #[module(skip)]
+    memory: Memory,
+    #[module(skip)]
+    implementation: Implementation,
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct AttnResState {
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
+pub(super) enum AttnResState {
+    Fused(FusedState),
+    Composed(ComposedState),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ComposedState {
     history: History,
     open: Option<Open>,
 }
@@ -160,15 +181,26 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct AttnResPending {
+pub(super) enum AttnResPending {
+    Fused(Pass),
+    Composed(ComposedPending),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ComposedPending {
     history: History,
     retrieved: Vec<Retrieved>,
     partial: Option<Tensor<3>>,
 }
 
 impl AttnResPending {
-    pub(super) fn carried(&self) -> Tensor<3> {
-        self.history.value(0)
+    /// Panics unless `output` has the element type and the device of what is carried.
+    #[track_caller]
+    pub(super) fn check<const D: usize>(&self, output: &Tensor<D>) {
+        match self {
+            Self::Fused(pass) => check_output(pass.carried(), output),
+            Self::Composed(pending) => check_output(&pending.history.value(0), output),
+        }
     }
 }
 
@@ -177,53 +209,128 @@ impl AttnRes {
         Sites { branches: self.branches, branches_per_block: self.branches_per_block, tying: self.tying }
     }
 
+    /// With projected values a history has two streams: the sources, whose norms are the keys, and their values (21).
+    fn plan(&self, d_model: usize) -> Plan {
+        let (streams, routing) = match self.value_maps {
+            Some(_) => (2, Routing::FixedKeyValue),
+            None => (1, Routing::SelfKeyValue),
+        };
+        Plan {
+            streams,
+            outputs: 1,
+            d_model,
+            branches: self.branches,
+            branches_per_block: self.branches_per_block,
+            routing,
+            gated: false,
+            eps: self.eps,
+            memory: self.memory,
+        }
+    }
+
     pub(super) fn start(&self, x: Tensor<2>) -> AttnResState {
+        let [tokens, d_model] = x.dims();
+        // Nothing to fuse without tokens.
+        if self.implementation == Implementation::Composed || tokens == 0 {
+            return AttnResState::Composed(self.start_composed(x));
+        }
+        let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));
+        let queries = queries.chain([self.output_query.val()]).map(|query| query.unsqueeze_dim(0)).collect();
+        let queries = stack_queries(queries, &x);
+        let pass = match self.entry(0, x.clone()) {
+            Some(entry) => Pass::start(self.plan(d_model), entry, queries),
+            None => Pass::start(self.plan(d_model), x, queries),
+        };
+        AttnResState::Fused(FusedState { pass, written: Written::Nothing })
+    }
+
+    pub(super) fn read(&self, branch: usize, state: AttnResState) -> (Tensor<2>, AttnResPending) {
+        match state {
+            AttnResState::Fused(state) => {
+                let (input, pass) = state.read(None);
+                (input, AttnResPending::Fused(pass))
+            }
+            AttnResState::Composed(state) => {
+                let (input, pending) = self.read_composed(branch, state);
+                (input, AttnResPending::Composed(pending))
+            }
+        }
+    }
+
+    pub(super) fn write(&self, branch: usize, pending: AttnResPending, output: Tensor<2>) -> AttnResState {
+        match pending {
+            AttnResPending::Fused(pass) => {
+                let written = match self.entry(branch + 1, output.clone()) {
+                    Some(entry) => Written::Entry(entry),
+                    None => Written::Output(output),
+                };
+                AttnResState::Fused(FusedState { pass, written })
+            }
+            AttnResPending::Composed(pending) => AttnResState::Composed(self.write_composed(branch, pending, output)),
+        }
+    }
+
+    pub(super) fn finish(&self, state: AttnResState) -> Tensor<2> {
+        match state {
+            AttnResState::Fused(state) => state.finish(),
+            AttnResState::Composed(ComposedState { history, open }) => {
+                attnres_read(&history, open.map(|open| open.partial), self.output_query.val())
+            }
+        }
+    }
+
+    /// A source beside its projected value, if there are maps (21). `[tokens, 2, d_model]`
+    fn entry(&self, source: usize, x: Tensor<2>) -> Option<Tensor<3>> {
+        let value = self.project(source, x.clone())?;
+        Some(Tensor::cat(vec![x.unsqueeze_dim::<3>(1), value], 1))
+    }
+}
+
+/// The equations as they are written.
+impl AttnRes {
+    fn start_composed(&self, x: Tensor<2>) -> ComposedState {
         let value = self.project(0, x.clone());
         let history = History::new(x.unsqueeze_dim(1), self.eps);
         let history = match value {
             Some(value) => history.with_first_value(value),
             None => history,
         };
-        AttnResState { history, open: None }
+        ComposedState { history, open: None }
     }
 
-    pub(super) fn read(&self, branch: usize, state: AttnResState) -> (Tensor<2>, AttnResPending) {
-        let AttnResState { history, open } = state;
+    fn read_composed(&self, branch: usize, state: ComposedState) -> (Tensor<2>, ComposedPending) {
+        let ComposedState { history, open } = state;
         let site = self.sites().of(branch);
         let row = site - self.sites().of_block(branch).start;
         match open {
             None => {
                 let retrieved = prefix(&history, self.block_queries(branch), Routing::SelfKeyValue);
                 let input = retrieved[row].state.clone().squeeze_dim(1);
-                (input, AttnResPending { history, retrieved, partial: None })
+                (input, ComposedPending { history, retrieved, partial: None })
             }
             Some(Open { retrieved, partial }) => {
                 let query = self.query(site).unsqueeze_dim(0);
                 let merged = merge(retrieved[row].clone(), partial.clone(), query, Routing::SelfKeyValue, self.eps);
-                (merged.squeeze_dim(1), AttnResPending { history, retrieved, partial: Some(partial) })
+                (merged.squeeze_dim(1), ComposedPending { history, retrieved, partial: Some(partial) })
             }
         }
     }
 
-    pub(super) fn write(&self, branch: usize, pending: AttnResPending, output: Tensor<2>) -> AttnResState {
-        let AttnResPending { history, retrieved, partial } = pending;
+    fn write_composed(&self, branch: usize, pending: ComposedPending, output: Tensor<2>) -> ComposedState {
+        let ComposedPending { history, retrieved, partial } = pending;
         let output = output.unsqueeze_dim::<3>(1);
         let partial = match partial {
             Some(partial) => partial + output,
             None => output,
         };
         if !(branch + 1).is_multiple_of(self.branches_per_block) {
-            return AttnResState { history, open: Some(Open { retrieved, partial }) };
+            return ComposedState { history, open: Some(Open { retrieved, partial }) };
         }
         let history = match self.project(history.len(), partial.clone().squeeze_dim(1)) {
             Some(value) => history.append_with_value(partial, value),
             None => history.append(partial),
         };
-        AttnResState { history, open: None }
-    }
-
-    pub(super) fn finish(&self, state: AttnResState) -> Tensor<2> {
-        attnres_read(&state.history, state.open.map(|open| open.partial), self.output_query.val())
+        ComposedState { history, open: None }
     }
 
     /// The queries of the sites that the block beginning with `branch` uses. `[sites, 1, d_model]`

@@ -7,7 +7,12 @@ use super::attn_res::check_tying;
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::params::zeros;
 use super::site::DarSite;
-use crate::ops::{History, Retrieved, output_read, prefix, residual_read, residual_read_first, write, write_first};
+use super::fused::{FusedState, Written, check_output, stack_queries};
+use crate::ops::pass::{Pass, Plan};
+use crate::ops::{
+    History, Implementation, Memory, Retrieved, output_read, prefix, residual_read, residual_read_first, write,
+    write_first,
+};
 
 /// Dual Attention Residuals (DAR paper, equations 6–18): two residual streams, each retrieving its own history under the
 /// weights that the *other* stream's keys give.
@@ -58,6 +63,12 @@ pub struct DarConfig {
     /// Epsilon of the key norm and the gate norms.
     #[config(default = 1e-6)]
     pub eps: f64,
+    /// What is kept for the backward.
+    #[config(default = "Memory::Fastest")]
+    pub memory: Memory,
+    /// Fused operations, or the graph of the equations as they are written.
+    #[config(default = "Implementation::Fused")]
+    pub implementation: Implementation,
 }
 
 impl DarConfig {
@@ -108,6 +119,8 @@ impl DarConfig {
             tying: self.tying,
             routing: self.routing,
             eps: self.eps,
+            memory: self.memory,
+            implementation: self.implementation,
         }
     }
 }
@@ -127,10 +140,21 @@ pub struct Dar {
     #[module(skip)]
     routing: Routing,
     eps: f64,
+    #[module(skip)]
+    memory: Memory,
+    #[module(skip)]
+    implementation: Implementation,
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct DarState {
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
+pub(super) enum DarState {
+    Fused(FusedState),
+    Composed(ComposedState),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ComposedState {
     history: History,
     open: Option<Open>,
 }
@@ -145,7 +169,13 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct DarPending {
+pub(super) enum DarPending {
+    Fused(Pass),
+    Composed(ComposedPending),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct ComposedPending {
     history: History,
     retrieved: Vec<Retrieved>,
     /// `[tokens, 2]`
@@ -154,25 +184,81 @@ pub(super) struct DarPending {
     transport: Option<(Tensor<3>, Tensor<2>)>,
 }
 
-impl DarPending {
-    pub(super) fn carried(&self) -> Tensor<3> {
-        self.history.value(0)
-    }
-}
-
 impl Dar {
     fn layout(&self) -> Sites {
         Sites { branches: self.branches, branches_per_block: self.branches_per_block, tying: self.tying }
     }
 
+    fn plan(&self) -> Plan {
+        Plan {
+            streams: 2,
+            outputs: 2,
+            d_model: self.d_model,
+            branches: self.branches,
+            branches_per_block: self.branches_per_block,
+            routing: self.routing,
+            gated: true,
+            eps: self.eps,
+            memory: self.memory,
+        }
+    }
+
+    fn site(&self, branch: usize) -> &DarSite {
+        &self.sites[self.layout().of(branch)]
+    }
+
     pub(super) fn start(&self, x: Tensor<2>) -> DarState {
-        // H_0 holds the embedding twice (6).
-        let embedding = x.unsqueeze_dim::<3>(1).repeat_dim(1, 2);
-        DarState { history: History::new(embedding, self.eps), open: None }
+        // Nothing to fuse without tokens.
+        if self.implementation == Implementation::Composed || x.dims()[0] == 0 {
+            return DarState::Composed(self.start_composed(x));
+        }
+        let queries = (0..self.branches).map(|branch| self.site(branch).query(self.d_model));
+        let queries = queries.chain([self.output_query.val()]).collect();
+        let queries = stack_queries(queries, &x);
+        DarState::Fused(FusedState { pass: Pass::start(self.plan(), x, queries), written: Written::Nothing })
     }
 
     pub(super) fn read(&self, branch: usize, state: DarState) -> (Tensor<2>, DarPending) {
-        let DarState { history, open } = state;
+        match state {
+            DarState::Fused(state) => {
+                let (input, pass) = state.read(Some(&self.site(branch).weights()));
+                (input, DarPending::Fused(pass))
+            }
+            DarState::Composed(state) => {
+                let (input, pending) = self.read_composed(branch, state);
+                (input, DarPending::Composed(pending))
+            }
+        }
+    }
+
+    pub(super) fn write(&self, branch: usize, pending: DarPending, output: Tensor<2>) -> DarState {
+        match pending {
+            DarPending::Fused(pass) => DarState::Fused(FusedState { pass, written: Written::Output(output) }),
+            DarPending::Composed(pending) => DarState::Composed(self.write_composed(branch, pending, output)),
+        }
+    }
+
+    pub(super) fn finish(&self, state: DarState) -> Tensor<2> {
+        match state {
+            DarState::Fused(state) => state.finish(),
+            DarState::Composed(ComposedState { history, open }) => {
+                let partial = open.map(|open| open.partial);
+                output_read(&history, partial, self.output_query.val(), self.routing)
+            }
+        }
+    }
+}
+
+/// The equations as they are written.
+impl Dar {
+    fn start_composed(&self, x: Tensor<2>) -> ComposedState {
+        // H_0 holds the embedding twice (6).
+        let embedding = x.unsqueeze_dim::<3>(1).repeat_dim(1, 2);
+        ComposedState { history: History::new(embedding, self.eps), open: None }
+    }
+
+    fn read_composed(&self, branch: usize, state: ComposedState) -> (Tensor<2>, ComposedPending) {
+        let ComposedState { history, open } = state;
         let index = self.layout().of(branch);
         let row = index - self.layout().of_block(branch).start;
         let site = &self.sites[index];
@@ -180,39 +266,45 @@ impl Dar {
             None => {
                 let retrieved = prefix(&history, self.block_queries(branch), self.routing);
                 let read = residual_read_first(retrieved[row].state.clone(), &site.weights(), self.eps);
-                (read.input, DarPending { history, retrieved, beta: read.beta, transport: None })
+                (read.input, ComposedPending { history, retrieved, beta: read.beta, transport: None })
             }
             Some(Open { retrieved, partial }) => {
                 let query = site.query(self.d_model);
                 let found = retrieved[row].clone();
                 let (read, rho) = residual_read(found, partial.clone(), query, &site.weights(), self.routing, self.eps);
                 let transport = Some((partial, rho));
-                (read.input, DarPending { history, retrieved, beta: read.beta, transport })
+                (read.input, ComposedPending { history, retrieved, beta: read.beta, transport })
             }
         }
     }
 
-    pub(super) fn write(&self, branch: usize, pending: DarPending, output: Tensor<2>) -> DarState {
-        let DarPending { history, retrieved, beta, transport } = pending;
+    fn write_composed(&self, branch: usize, pending: ComposedPending, output: Tensor<2>) -> ComposedState {
+        let ComposedPending { history, retrieved, beta, transport } = pending;
         let partial = match transport {
             None => write_first(output, beta),
             Some((partial, rho)) => write(partial, output, beta, rho),
         };
         if (branch + 1).is_multiple_of(self.branches_per_block) {
-            DarState { history: history.append(partial), open: None } // (18)
+            ComposedState { history: history.append(partial), open: None } // (18)
         } else {
-            DarState { history, open: Some(Open { retrieved, partial }) }
+            ComposedState { history, open: Some(Open { retrieved, partial }) }
         }
-    }
-
-    pub(super) fn finish(&self, state: DarState) -> Tensor<2> {
-        let partial = state.open.map(|open| open.partial);
-        output_read(&state.history, partial, self.output_query.val(), self.routing)
     }
 
     /// The queries of the sites that the block beginning with `branch` uses. `[sites, 2, d_model]`
     fn block_queries(&self, branch: usize) -> Tensor<3> {
         let sites = self.layout().of_block(branch);
         Tensor::stack(sites.map(|site| self.sites[site].query(self.d_model)).collect::<Vec<_>>(), 0)
+    }
+}
+
+impl DarPending {
+    /// Panics unless `output` has the element type and the device of what is carried.
+    #[track_caller]
+    pub(super) fn check<const D: usize>(&self, output: &Tensor<D>) {
+        match self {
+            Self::Fused(pass) => check_output(pass.carried(), output),
+            Self::Composed(pending) => check_output(&pending.history.value(0), output),
+        }
     }
 }

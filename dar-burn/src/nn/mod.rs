@@ -3,6 +3,7 @@
 mod attn_res;
 mod cascade;
 mod dar;
+mod fused;
 mod hyper;
 mod layout;
 mod mhc;

@@ -8,11 +8,13 @@ use dar_kernels::{KernelError, Routing};
 use super::attn_res::{AttnRes, AttnResConfig, AttnResPending, AttnResState};
 use super::cascade::{Cascade, CascadePending, CascadeState};
 use super::dar::{Dar, DarConfig, DarPending, DarState};
+use super::fused::check_output;
 use super::hyper::{HyperConfig, HyperConnections, HyperPending};
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
 use super::mhc::{Mhc, MhcConfig};
 use super::standard::Standard;
-use crate::ops::numeric::{require, require_device, require_dtype, require_shape};
+use crate::ops::numeric::{require, require_shape};
+use crate::ops::{Implementation, Memory};
 
 /// How a model carries its residual: the one line to change.
 ///
@@ -74,6 +76,24 @@ impl ResidualConfig {
     /// Manifold-constrained hyper-connections with `streams` streams.
     pub fn mhc(streams: usize) -> Self {
         Self::Mhc(MhcConfig::new().with_streams(streams))
+    }
+
+    /// The same scheme with another choice of what is kept for the backward; schemes without a history have none.
+    pub fn with_memory(self, memory: Memory) -> Self {
+        match self {
+            Self::AttnRes(config) => Self::AttnRes(config.with_memory(memory)),
+            Self::Dar(config) => Self::Dar(config.with_memory(memory)),
+            other => other,
+        }
+    }
+
+    /// The same scheme, fused or composed; schemes without a history are composed.
+    pub fn with_implementation(self, implementation: Implementation) -> Self {
+        match self {
+            Self::AttnRes(config) => Self::AttnRes(config.with_implementation(implementation)),
+            Self::Dar(config) => Self::Dar(config.with_implementation(implementation)),
+            other => other,
+        }
     }
 
     /// Whether the scheme returns the plain residual's state only up to a scale, so that the model has to normalise it.
@@ -382,16 +402,12 @@ impl PendingCarry {
     /// Panics unless `output` has the element type and the device of what is carried.
     #[track_caller]
     fn check<const D: usize>(&self, output: &Tensor<D>) {
-        fn check<const C: usize, const D: usize>(carried: &Tensor<C>, output: &Tensor<D>) {
-            require_dtype("Residual::write", "output", carried, output);
-            require_device("Residual::write", "output", carried, output);
-        }
         match self {
-            Self::Standard(x) => check(x, output),
-            Self::AttnRes(pending) => check(&pending.carried(), output),
-            Self::Dar(pending) => check(&pending.carried(), output),
-            Self::Streams(pending) => check(pending.carried(), output),
-            Self::Cascade(pending) => check(pending.carried(), output),
+            Self::Standard(x) => check_output(x, output),
+            Self::AttnRes(pending) => pending.check(output),
+            Self::Dar(pending) => pending.check(output),
+            Self::Streams(pending) => check_output(pending.carried(), output),
+            Self::Cascade(pending) => check_output(pending.carried(), output),
         }
     }
 }

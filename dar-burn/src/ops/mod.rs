@@ -7,6 +7,7 @@
 pub mod history;
 pub mod hyper;
 pub(crate) mod numeric;
+pub(crate) mod pass;
 pub mod read;
 pub mod retrieve;
 pub mod write;
@@ -16,6 +17,7 @@ pub use hyper::{
     HyperWeights, MhcWeights, SinkhornOrder, StreamMaps, hyper_maps, mhc_maps, sinkhorn, streams_read, streams_write,
 };
 pub use numeric::{accumulator, rms_norm};
+pub use pass::{Implementation, Memory};
 pub use read::{GateWeights, ResidualRead, SiteWeights, residual_read, residual_read_first};
 pub use retrieve::{Retrieved, attnres_read, merge, output_read, prefix};
 pub use write::{write, write_first};

@@ -95,7 +95,7 @@ fn mix(merged: Tensor<3>, site: &SiteWeights, eps: f64, storage: DType) -> Resid
 }
 
 /// `scale * (norm([x0; x1]) W) + bias` (13, 14, 16), in the accumulator type. `[tokens, outputs]`
-fn gate_logit(x: Tensor<3>, gate: &GateWeights, eps: f64) -> Tensor<2> {
+pub(crate) fn gate_logit(x: Tensor<3>, gate: &GateWeights, eps: f64) -> Tensor<2> {
     let normed = rms_norm(x.flatten::<2>(1, 2), eps);
     let dtype = normed.dtype();
     let scale = gate.scale.clone().cast(dtype).unsqueeze_dim::<2>(0);

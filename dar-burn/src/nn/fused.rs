@@ -1,0 +1,51 @@
+//! The state of a scheme whose pass is fused: a write only records the branch output, which the next read writes.
+
+use burn::tensor::Tensor;
+
+use crate::ops::numeric::{require_device, require_dtype};
+use crate::ops::pass::Pass;
+use crate::ops::{SiteWeights, accumulator};
+
+/// What a branch left.
+#[derive(Debug, Clone)]
+pub(super) enum Written {
+    /// Nothing, before the first branch.
+    Nothing,
+    /// `[tokens, d_model]`
+    Output(Tensor<2>),
+    /// An entry of the history. `[tokens, streams, d_model]`
+    Entry(Tensor<3>),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct FusedState {
+    pub(super) pass: Pass,
+    pub(super) written: Written,
+}
+
+impl FusedState {
+    /// The input of the next branch, and the pass behind that read.
+    pub(super) fn read(self, site: Option<&SiteWeights>) -> (Tensor<2>, Pass) {
+        match self.written {
+            Written::Nothing => self.pass.read::<2>(None, site),
+            Written::Output(output) => self.pass.read(Some(output), site),
+            Written::Entry(entry) => self.pass.read(Some(entry), site),
+        }
+    }
+
+    pub(super) fn finish(self) -> Tensor<2> {
+        self.read(None).0
+    }
+}
+
+/// Queries of all reads of a pass, in the accumulator type of `x`. `[reads, outputs, d_model]`
+pub(super) fn stack_queries(queries: Vec<Tensor<2>>, x: &Tensor<2>) -> Tensor<3> {
+    Tensor::stack::<3>(queries, 0).cast(accumulator(x.dtype()))
+}
+
+/// Panics unless the output of a branch has the element type and the device of what is carried.
+#[track_caller]
+pub(super) fn check_output<const C: usize, const D: usize>(carried: &Tensor<C>, output: &Tensor<D>) {
+    require_dtype("Residual::write", "output", carried, output);
+    require_device("Residual::write", "output", carried, output);
+}
