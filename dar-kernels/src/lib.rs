@@ -22,8 +22,8 @@
 //!
 //! Backward, in the order of the walk back: `read_bwd` of the output; for each block `prefix_bwd_history` of its entry,
 //! `write_bwd` of its last branch, `read_bwd` of its branches; `prefix_bwd_history` of the embedding, summed over the
-//! streams; `prefix_bwd_query` for all queries. Retrieved states, logits and the gradient of the open state are
-//! replaced in place.
+//! streams; `prefix_bwd_query` for all queries. Retrieved states and the gradient of the open state are replaced in
+//! place.
 //!
 //! # Layouts
 //!
@@ -36,12 +36,12 @@
 //! | state of the open block, one entry | `[tokens, streams, d_model]` | states' |
 //! | branch input, branch output | `[tokens, d_model]` | states' |
 //! | queries | `[reads, outputs, d_model]` | f32 |
-//! | logits | `[capacity, reads, tokens, outputs]` | f32 |
+//! | logits, their gradients | `[capacity, reads, tokens, outputs]` | f32 |
 //! | log-sum-exp | `[reads, tokens, outputs]` | f32 |
 //! | retrieved states, one a slot | `[slots, tokens, outputs, d_model]` | states' |
 //! | a [site's](site) parameters | `[10 * d_model + 8]` | f32 |
 //! | gates alpha, beta, rho | `[reads, tokens, 5]` | f32 |
-//! | gradients of beta, shifts | `[reads, tokens, 2 + outputs]` | f32 |
+//! | gradients of beta, shifts, gradients of log-sum-exp | `[reads, tokens, 2 + 2 * outputs]` | f32 |
 //!
 //! A slot is where a read's retrieved state lies: a row of its own where a backward follows, or one that the next block
 //! uses again. Outputs are the streams of a query; they are the history's but in one case of [`prefix`].

@@ -20,12 +20,16 @@
 //!
 //! ```text
 //! shift[s,j]   = d_lse[s,j] - <d_state[s,j], state[s,j]>              from `read_bwd`
-//! d_a[r,s,j]   = p (<d_state[s,j], C[r,value(j)]> + shift[s,j])       in the place of a
+//! d_a[r,s,j]   = p (<d_state[s,j], C[r,value(j)]> + shift[s,j])
 //! d_key[r,i]   = sum of d_a[r,s,j] q[s,j] over key(j) = i
 //! d_value[r,i] = sum of p d_state[s,j] over value(j) = i
 //!                + inv_rms (d_key - key <d_key, key> / d_model)       key = inv_rms C[r,i]; <d_key, key> = sum of d_a a
+//! d_a[r,s,j]   -= p (sum of d_a[r,s,j] over r - d_lse[s,j])
 //! d_query[s,j] += sum of d_a[r,s,j] key[r,key(j)] over tokens and the entries r ≤ s / branches_per_block, in two stages
 //! ```
+//!
+//! The correction of d_a is zero but for rounding: the shift is taken of a retrieved state as it is stored, and in half
+//! types the sum of d_a over the entries would miss d_lse by more than the sum over tokens forgives.
 //!
 //! A unit owns the same columns of all streams, as one stream's values are the other one's keys. Bytes moved: `2 b`
 //! units of `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams, beside the scalars

@@ -33,7 +33,8 @@
 //!   d_h^j    = alpha^j d_input + (norm of [h0; h1]): sum of s W d_gate_logit          (13–15)
 //!   d_hist^j = lambda^j d_h^j, in hist's place;  d_lse^j = -d_a^j
 //!            = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)>
-//!   shift^j  = d_lse^j - <d_hist^j, hist^j>: what the history's backward needs beside d_hist
+//!   shift^j  = d_lse^j - <d_hist^j, hist^j>: what the history's backward needs beside d_hist, and d_lse^j that of
+//!              the queries
 //!   d_rho    = <d_P'^0 - d_P'^1, P^0 - P^1>                                           (17)
 //!   d_P      = M(rho) d_P' + (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j,
 //!              (norm of [P0; P1]): s W_rho d_rho_logit; in d_P''s place
