@@ -41,3 +41,9 @@ impl Dims {
         Err(KernelError::Shape { operation, argument, expected: format!("{axes} = {expected:?}"), got: got.to_vec() })
     }
 }
+
+/// Gradients of a token that kernels of the backward hand on: d_beta of both streams, then of every output the shift
+/// `d_lse - <d_state, state>`, then of every output d_lse.
+pub(crate) const fn token_gradients(outputs: usize) -> usize {
+    2 + 2 * outputs
+}

@@ -6,14 +6,14 @@ use cubecl::prelude::*;
 
 use crate::reduce::Reduction;
 
-/// The most units of a row kernel on a GPU unless registers run out: 256 leave room for several cubes on a multiprocessor,
-/// whose loads overlap one cube's barriers.
+/// The most units of a row kernel on a GPU unless registers run out: 256 leave room for several cubes on a
+/// multiprocessor, whose loads overlap one cube's barriers.
 const USUAL_UNITS: usize = 256;
 
-/// Units and columns of a row kernel where units are lanes of a CPU: a core runs the units of a cube in turn between two
-/// barriers, so that few units with some columns each are better. Measured on software Vulkan at d_model 256 and 1024:
-/// three times as fast as one column a unit in the read's forward, 1.3 to 1.8 times in its backward and the prefix; more
-/// columns lose that again.
+/// Units and columns of a row kernel where units are lanes of a CPU: a core runs the units of a cube in turn between
+/// two barriers, so that few units with some columns each are better. Measured on software Vulkan at d_model 256 and
+/// 1024: nearly three times as fast as one column a unit in the read's forward, 1.3 to 1.8 times in its backward and
+/// the prefix; more columns lose that again.
 const CPU_UNITS: usize = 16;
 const CPU_COLUMNS: usize = 4;
 
@@ -22,8 +22,8 @@ const MOST_LANES: usize = 8;
 
 static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
-/// How many kernels this crate has launched in this process, on all devices and threads. A test or a benchmark that asks
-/// before and after knows that kernels ran, and not something else that gives the same numbers.
+/// How many kernels this crate has launched in this process, on all devices and threads. A test or a benchmark that
+/// asks before and after knows that kernels ran, and not something else that gives the same numbers.
 pub fn launches() -> u64 {
     LAUNCHES.load(Ordering::Relaxed)
 }
@@ -113,9 +113,9 @@ pub(crate) fn lanes(client: &Client, dtype: ElemType, d_model: usize) -> usize {
     widths.filter(|&lanes| lanes <= MOST_LANES && d_model.is_multiple_of(lanes)).max().unwrap_or(1)
 }
 
-/// Whether units are lanes of a CPU's vectors. No property says so of a software adapter, but two together do: CubeCL hides
-/// plane operations there, and planes have one size, that of a vector register. A GPU without plane operations reports
-/// a range of sizes or none.
+/// Whether units are lanes of a CPU's vectors. No property says so of a software adapter, but two together do: CubeCL
+/// hides plane operations there, and planes have one size, that of a vector register. A GPU without plane operations
+/// reports a range of sizes or none.
 fn runs_on_cpu(client: &Client) -> bool {
     const MOST_CPU_LANES: u32 = 16;
     let properties = client.properties();
@@ -133,8 +133,8 @@ pub(crate) fn cubes(client: &Client, count: usize, groups: usize) -> CubeCount {
     CubeCount::Static(x as u32, count.div_ceil(x) as u32, groups as u32)
 }
 
-/// The cubes of one launch with a unit for each of `count` elements, and their size, which is `units` where the device has
-/// so many. Kernels find theirs with [`element_index`] and stop past `count`.
+/// The cubes of one launch with a unit for each of `count` elements, and their size, which is `units` where the device
+/// has so many. Kernels find theirs with [`element_index`] and stop past `count`.
 pub(crate) fn elements(client: &Client, count: usize, units: usize) -> (CubeCount, CubeDim) {
     let units = units.min(client.properties().hardware.max_units_per_cube as usize);
     (cubes(client, count.div_ceil(units), 1), CubeDim::new_1d(units as u32))

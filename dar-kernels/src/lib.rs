@@ -5,9 +5,9 @@
 //!
 //! # A pass
 //!
-//! A pass over a model has `branches` reads, one before each branch, and one output read: `reads = branches + 1`. What belongs
-//! to a read lies in buffers with a row for every read (*arenas*): an operation takes the whole arena and the row, and
-//! touches no other. Forward:
+//! A pass over a model has `branches` reads, one before each branch, and one output read: `reads = branches + 1`. What
+//! belongs to a read lies in buffers with a row for every read (*arenas*): an operation takes the whole arena and the
+//! row, and touches no other. Forward:
 //!
 //! ```text
 //! pack_site                     once a site
@@ -21,8 +21,9 @@
 //! ```
 //!
 //! Backward, in the order of the walk back: `read_bwd` of the output; for each block `prefix_bwd_history` of its entry,
-//! `write_bwd` of its last branch, `read_bwd` of its branches; `prefix_bwd_history` of the embedding, summed over the streams;
-//! `prefix_bwd_query` for all queries. Retrieved states, logits and the gradient of the open state are replaced in place.
+//! `write_bwd` of its last branch, `read_bwd` of its branches; `prefix_bwd_history` of the embedding, summed over the
+//! streams; `prefix_bwd_query` for all queries. Retrieved states and the gradient of the open state are replaced in
+//! place.
 //!
 //! # Layouts
 //!
@@ -35,28 +36,28 @@
 //! | state of the open block, one entry | `[tokens, streams, d_model]` | states' |
 //! | branch input, branch output | `[tokens, d_model]` | states' |
 //! | queries | `[reads, outputs, d_model]` | f32 |
-//! | logits | `[capacity, reads, tokens, outputs]` | f32 |
+//! | logits, their gradients | `[capacity, reads, tokens, outputs]` | f32 |
 //! | log-sum-exp | `[reads, tokens, outputs]` | f32 |
 //! | retrieved states, one a slot | `[slots, tokens, outputs, d_model]` | states' |
 //! | a [site's](site) parameters | `[10 * d_model + 8]` | f32 |
 //! | gates alpha, beta, rho | `[reads, tokens, 5]` | f32 |
-//! | gradients of beta, shifts | `[reads, tokens, 2 + outputs]` | f32 |
+//! | gradients of beta, shifts, gradients of log-sum-exp | `[reads, tokens, 2 + 2 * outputs]` | f32 |
 //!
-//! A slot is where a read's retrieved state lies: a row of its own where a backward follows, or one that the next block uses
-//! again. Outputs are the streams of a query; they are the history's but in one case of [`prefix`].
+//! A slot is where a read's retrieved state lies: a row of its own where a backward follows, or one that the next block
+//! uses again. Outputs are the streams of a query; they are the history's but in one case of [`prefix`].
 //!
 //! # Element types
 //!
-//! States are stored in f32, f16 or bf16 and always accumulated in f32; parameters and scalars of a token are f32. f64 exists
-//! for host-side references only; kernels refuse it. The caller allocates every output, of which a kernel writes its rows
-//! in full.
+//! States are stored in f32, f16 or bf16 and always accumulated in f32; parameters and scalars of a token are f32. f64
+//! exists for host-side references only; kernels refuse it. The caller allocates every output, of which a kernel writes
+//! its rows in full.
 //!
 //! # Launching
 //!
-//! An operation is a function on [`Operand`]s and a CubeCL client. It checks shapes, types and buffers ([`KernelError`]),
-//! chooses a launch that suits the device ([`Tuning`] overrides), and launches; [`launches`] counts. Without tokens it
-//! launches nothing, but for [`read_bwd`](read::read_bwd), whose gradients of parameters are zero then. Equal calls on one
-//! device give equal bits. No kernel has more than 12 operands.
+//! An operation is a function on [`Operand`]s and a CubeCL client. It checks shapes, types and buffers
+//! ([`KernelError`]), chooses a launch that suits the device ([`Tuning`] overrides), and launches; [`launches`] counts.
+//! Without tokens it launches nothing, but for [`read_bwd`](read::read_bwd), whose gradients of parameters are zero
+//! then. Equal calls on one device give equal bits. No kernel has more than 12 operands.
 //!
 //! ```
 //! use cubecl::Device;

@@ -44,8 +44,8 @@ impl Routing {
         matches!(self, Self::SelfKeyValue) || streams == 2
     }
 
-    /// Refuses a routing that does not exist for `streams` streams of the candidates and `outputs` retrieved ones. A history
-    /// may hold two streams for one output: the first gives the key, the second the value.
+    /// Refuses a routing that does not exist for `streams` streams of the candidates and `outputs` retrieved ones. A
+    /// history may hold two streams for one output: the first gives the key, the second the value.
     pub(crate) fn check(self, operation: &'static str, streams: usize, outputs: usize) -> Result<(), KernelError> {
         if !self.fits(streams) {
             let expected = format!("one that exists for {streams} stream(s): SelfKeyValue");

@@ -191,7 +191,8 @@ impl<'a> Stack<'a> {
     fn backward(&self, saved: &Saved, d_hidden: &[f64]) -> Vec<(&'static str, Vec<f64>)> {
         let Self { client, tokens, d_model, branches, routing, eps, .. } = *self;
         let (entries, reads) = (self.entries(), branches + 1);
-        let d_token = self.buffer(&[reads, tokens, 4]);
+        let d_token = self.buffer(&[reads, tokens, 6]);
+        let d_logit = self.buffer(&[entries, reads, tokens, 2]);
         let d_query = Buffer::new(client, &[reads, 2, d_model], F32, &vec![0.0; reads * 2 * d_model]);
         let mut d_input = Buffer::new(client, &[tokens, d_model], F32, d_hidden);
         let mut d_state = self.buffer(&[tokens, 2, d_model]); // of the open block
@@ -203,6 +204,7 @@ impl<'a> Stack<'a> {
                 query: saved.query.operand(),
                 lse: saved.lse.operand(),
                 logit: saved.logit.operand(),
+                d_logit: d_logit.operand(),
                 d_state: saved.state.operand(),
                 d_token: d_token.operand(),
                 d_value: d_value.operand(),
@@ -269,7 +271,10 @@ impl<'a> Stack<'a> {
         let operands = PrefixBwdQuery {
             value: saved.value.operand(),
             inv_rms: saved.inv_rms.operand(),
-            d_logit: saved.logit.operand(),
+            lse: saved.lse.operand(),
+            logit: saved.logit.operand(),
+            d_logit: d_logit.operand(),
+            d_token: d_token.operand(),
             d_query: d_query.operand(),
             entries,
             first: 0,
@@ -305,7 +310,8 @@ fn golden() {
             let stack = Stack::new(&client, &case);
             let before = launches();
             let (saved, hidden) = stack.forward();
-            // Sites, reads and their embedding; blocks that close, prefixes of blocks and of the output. Other tests add theirs.
+            // Sites, reads and their embedding; blocks that close, prefixes of blocks and of the output. Other tests
+            // add theirs.
             let (branches, blocks) = (stack.branches, stack.branches.div_ceil(stack.branches_per_block));
             let least = branches + (branches + 1) + 1 + (stack.entries() - 1) + (blocks + 1);
             assert!(launches() - before >= least as u64, "{about}: not by kernels");

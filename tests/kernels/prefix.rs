@@ -285,13 +285,15 @@ impl Problem {
         let reads = self.reads();
         let row = [tokens, outputs, d_model];
         let d_state = Buffer::arena(client, [reads, first], &row, dtype, &cotangents.state);
-        // As the read's backward leaves it: shift behind the gradient of beta.
+        // As the read's backward leaves it: shift and d_lse behind the gradient of beta.
         let state = state.rows(SLOT, branches);
         let dots = cotangents.state.chunks(d_model).zip(state.chunks(d_model));
         let dots = dots.map(|(d, state)| d.iter().zip(state).map(|(d, x)| d * x).sum::<f64>());
         let shift: Vec<f64> = cotangents.lse.iter().zip(dots).map(|(d_lse, dot)| d_lse - dot).collect();
-        let token = shift.chunks(outputs).flat_map(|shift| [&[f64::NAN; 2], shift].concat()).collect::<Vec<_>>();
-        let d_token = Buffer::arena(client, [reads, first], &[tokens, 2 + outputs], F32, &token);
+        let token = shift.chunks(outputs).zip(cotangents.lse.chunks(outputs));
+        let token = token.flat_map(|(shift, d_lse)| [&[f64::NAN; 2], shift, d_lse].concat()).collect::<Vec<_>>();
+        let d_token = Buffer::arena(client, [reads, first], &[tokens, 2 + 2 * outputs], F32, &token);
+        let d_logit = Buffer::output(client, &[entries + 1, reads, tokens, outputs], F32);
         let d_query = Buffer::arena(client, [reads, first], &[outputs, d_model], F32, queries);
 
         let mut states = Vec::new();
@@ -304,6 +306,7 @@ impl Problem {
                 query: query.operand(),
                 lse: lse.operand(),
                 logit: logit.operand(),
+                d_logit: d_logit.operand(),
                 d_state: d_state.operand(),
                 d_token: d_token.operand(),
                 d_value: d_value.operand(),
@@ -312,18 +315,18 @@ impl Problem {
                 last: first + branches,
             };
             if entry == 0 {
-                self.assert_sum_over_streams(client, dtype, tuning, operands, &logit);
+                self.assert_sum_over_streams(client, dtype, tuning, operands);
             }
             prefix_bwd_history(client, operands, routing, tuning).unwrap();
             states.splice(0..0, d_value.read());
         }
-        let logit = logit.rows(0, entries);
-        assert!(logit.iter().enumerate().all(|(k, x)| self.sees(k) || x.is_nan()), "a logit of no concern changed");
-        let d_logit = Buffer::arena(client, [entries + 1, 0], &[reads, tokens, outputs], F32, &logit);
         let operands = PrefixBwdQuery {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
             d_logit: d_logit.operand(),
+            d_token: d_token.operand(),
             d_query: d_query.operand(),
             entries,
             first,
@@ -331,25 +334,34 @@ impl Problem {
             branches_per_block: self.branches_per_block,
         };
         prefix_bwd_query(client, operands, routing).unwrap();
+        self.assert_logits_add_up(&d_logit.rows(0, entries), cotangents);
         Gradients { states, queries: d_query.rows(first, branches) }
     }
 
-    /// The gradient of an embedding is the sum over the streams of what `operands` give, on logits of its own.
-    fn assert_sum_over_streams(
-        &self,
-        client: &Client,
-        dtype: ElemType,
-        tuning: Tuning,
-        operands: PrefixBwdHistory,
-        logit: &Buffer,
-    ) {
-        let Self { tokens, streams, d_model, entries, outputs, .. } = *self;
+    /// The gradients of the logits of a query add up to that of its log-sum-exp, and those of queries that do not see
+    /// an entry are left alone. `d_logit`: `[entries, reads, tokens, outputs]`
+    fn assert_logits_add_up(&self, d_logit: &[f64], cotangents: &Cotangents) {
+        let Self { tokens, entries, outputs, first, .. } = *self;
+        assert!(d_logit.iter().enumerate().all(|(k, x)| self.sees(k) || x.is_nan()), "a logit of no concern changed");
+        for (head, d_lse) in cotangents.lse.iter().enumerate() {
+            let own = first * tokens * outputs + head;
+            let of_entries = (0..entries).map(|entry| entry * self.reads() * tokens * outputs + own);
+            let gradients: Vec<f64> = of_entries.filter(|&k| self.sees(k)).map(|k| d_logit[k]).collect();
+            if gradients.iter().all(|x| x.is_finite()) {
+                let size = gradients.iter().map(|x| x.abs()).sum::<f64>().max(d_lse.abs());
+                let sum = gradients.iter().sum::<f64>();
+                assert!((sum - d_lse).abs() <= 1e-5 * size, "gradients of logits give {sum}, not {d_lse}");
+            }
+        }
+    }
+
+    /// The gradient of an embedding is the sum over the streams of what `operands` give.
+    fn assert_sum_over_streams(&self, client: &Client, dtype: ElemType, tuning: Tuning, operands: PrefixBwdHistory) {
+        let Self { tokens, streams, d_model, .. } = *self;
         let [apart, summed] = [true, false].map(|apart| {
-            let shape = [entries + 1, self.reads(), tokens, outputs];
-            let logit = Buffer::new(client, &shape, F32, &logit.read());
             let shape: &[usize] = if apart { &[tokens, streams, d_model] } else { &[tokens, d_model] };
             let d_value = Buffer::output(client, shape, dtype);
-            let operands = PrefixBwdHistory { logit: logit.operand(), d_value: d_value.operand(), ..operands };
+            let operands = PrefixBwdHistory { d_value: d_value.operand(), ..operands };
             prefix_bwd_history(client, operands, self.routing, tuning).unwrap();
             d_value.read()
         });
@@ -648,13 +660,15 @@ fn refused_backward() {
         let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
         let (value, inv_rms, query) = (buffer(&[3, 5, 2, 8]), buffer(&[3, 5, 2]), buffer(&[4, 2, 8]));
         let (lse, logit, state) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[4, 5, 2, 8]));
-        let (d_token, d_value) = (buffer(&[4, 5, 4]), buffer(&[5, 2, 8]));
+        let (d_token, d_value, d_query) = (buffer(&[4, 5, 6]), buffer(&[5, 2, 8]), buffer(&[4, 2, 8]));
+        let d_logit = buffer(&[3, 4, 5, 2]);
         let right = PrefixBwdHistory {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
             query: query.operand(),
             lse: lse.operand(),
             logit: logit.operand(),
+            d_logit: d_logit.operand(),
             d_state: state.operand(),
             d_token: d_token.operand(),
             d_value: d_value.operand(),
@@ -683,7 +697,7 @@ fn refused_backward() {
             ),
             (
                 PrefixBwdHistory { d_token: lse.operand(), ..right },
-                "prefix_bwd_history: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + outputs] = [4, 5, 4]",
+                "prefix_bwd_history: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + 2 * outputs] = [4, 5, 6]",
             ),
             (
                 PrefixBwdHistory { d_value: inv_rms.operand(), ..right },
@@ -696,8 +710,11 @@ fn refused_backward() {
         let right = PrefixBwdQuery {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
-            d_logit: logit.operand(),
-            d_query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            d_logit: d_logit.operand(),
+            d_token: d_token.operand(),
+            d_query: d_query.operand(),
             entries: 3,
             first: 1,
             reads: 4,

@@ -369,6 +369,7 @@ struct Written {
 struct Gradients {
     state: Vec<f64>,     // [tokens, streams, d_model]
     shift: Vec<f64>,     // [tokens, streams]
+    lse: Vec<f64>,       // [tokens, streams]
     partial: Vec<f64>,   // [tokens, streams, d_model], here and below empty where no block is open
     output: Vec<f64>,    // [tokens, d_model]
     beta: Vec<f64>,      // [tokens, 2], of the branch before
@@ -402,11 +403,12 @@ impl Problem {
         let written = cotangents.written.as_ref();
         let d_input = Buffer::new(client, &[tokens, d_model], dtype, &cotangents.input);
         // Only what is read is there: d_beta of this read.
+        let width = 2 + 2 * streams;
         let beta = written.filter(|_| sited).map_or_else(Vec::new, |written| {
             let tokens = written.beta.chunks(2);
-            tokens.flat_map(|beta| [beta, &vec![f64::NAN; streams]].concat()).collect::<Vec<_>>()
+            tokens.flat_map(|beta| [beta, &vec![f64::NAN; 2 * streams]].concat()).collect::<Vec<_>>()
         });
-        let d_token = Buffer::arena(client, [READS, READ], &[tokens, 2 + streams], F32, &beta);
+        let d_token = Buffer::arena(client, [READS, READ], &[tokens, width], F32, &beta);
         let d_query = Buffer::output(client, &[READS, streams, d_model], F32);
         let state = [tokens, streams, d_model];
         let d_partial = match written {
@@ -442,15 +444,16 @@ impl Problem {
 
         let open = |buffer: &Buffer| if self.open.is_some() { buffer.read() } else { Vec::new() };
         let token = d_token.rows(READ - 1, 2);
-        let (earlier, own) = token.split_at(tokens * (2 + streams));
-        let d_beta: Vec<f64> = earlier.chunks(2 + streams).flat_map(|token| token[..2].to_vec()).collect();
-        let others = earlier.chunks(2 + streams).flat_map(|token| &token[2..]);
-        assert!({ others }.all(|x| x.is_nan()), "the shift of the read before changed");
+        let (earlier, own) = token.split_at(tokens * width);
+        let d_beta: Vec<f64> = earlier.chunks(width).flat_map(|token| token[..2].to_vec()).collect();
+        let others = earlier.chunks(width).flat_map(|token| &token[2..]);
+        assert!({ others }.all(|x| x.is_nan()), "the shift or d_lse of the read before changed");
         let wrote_beta = self.open.is_some() && gated;
         assert!(wrote_beta || d_beta.iter().all(|x| x.is_nan()), "the gradient of a beta of no concern changed");
         let gradients = Gradients {
             state: saved.state.rows(SLOT, 1),
-            shift: own.chunks(2 + streams).flat_map(|token| token[2..].to_vec()).collect(),
+            shift: own.chunks(width).flat_map(|token| token[2..][..streams].to_vec()).collect(),
+            lse: own.chunks(width).flat_map(|token| token[2 + streams..].to_vec()).collect(),
             partial: open(&d_partial),
             output: open(&d_output),
             beta: if wrote_beta { d_beta } else { Vec::new() },
@@ -502,6 +505,7 @@ impl Problem {
         let dots = dots.map(|(d, x)| d.iter().zip(x).map(|(d, x)| d * x).sum::<f64>());
         Gradients {
             shift: d_lse.iter().zip(dots).map(|(d_lse, dot)| d_lse - dot).collect(),
+            lse: d_lse,
             state: d_state,
             partial: d_partial,
             output,
@@ -532,6 +536,7 @@ impl Gradients {
                 ("d_state", &self.state, &truth.state, bound(dtype)),
                 // Of the state's gradient as it is stored.
                 ("shift", &self.shift, &truth.shift, bound(dtype)),
+                ("d_lse", &self.lse, &truth.lse, 1e-5),
                 ("d_partial", &self.partial, &truth.partial, bound(dtype)),
                 ("d_output", &self.output, &truth.output, bound(dtype)),
                 ("d_beta", &self.beta, &truth.beta, 1e-5),
@@ -553,7 +558,8 @@ impl Gradients {
     }
 }
 
-/// All routings, kinds and types at one size; any width, no token, one, more than the first stage has cubes for at once.
+/// All routings, kinds and types at one size; any width, no token, one, more than the first stage has cubes for at
+/// once.
 #[test]
 fn backward_of_any_size() {
     for (client, device) in clients() {
@@ -631,7 +637,10 @@ fn backward_of_no_token() {
             let problem = Problem::new(0, 24, Routing::CrossKey, kind);
             let written = problem.site.is_some();
             let (found, _) = problem.run_bwd(&client, F32, Tuning::default(), &problem.cotangents(written), true);
-            assert!(found.state.is_empty() && found.partial.is_empty() && found.shift.is_empty(), "{device}");
+            assert!(
+                found.state.is_empty() && found.partial.is_empty() && found.shift.is_empty() && found.lse.is_empty(),
+                "{device}"
+            );
             let parameters = found.site.iter().flatten().chain(&found.query);
             assert!({ parameters }.all(|&x| x == 0.0), "{kind:?} on {device}");
         }
@@ -868,7 +877,7 @@ fn refused_backward() {
         let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
         let (state, query, lse) = (buffer(&[3, 5, 2, 8]), buffer(&[4, 2, 8]), buffer(&[4, 5, 2]));
         let (site, gate, d_input) = (buffer(&[88]), buffer(&[4, 5, 5]), buffer(&[5, 8]));
-        let (partial, d_partial, d_token) = (buffer(&[5, 2, 8]), buffer(&[5, 2, 8]), buffer(&[4, 5, 4]));
+        let (partial, d_partial, d_token) = (buffer(&[5, 2, 8]), buffer(&[5, 2, 8]), buffer(&[4, 5, 6]));
         let (output, d_output, d_query) = (buffer(&[5, 8]), buffer(&[5, 8]), buffer(&[4, 2, 8]));
         let (parameters, wide) = (SiteBuffers::new(&client, 8, F32, None), SiteBuffers::new(&client, 9, F32, None));
         let open = OpenBwd {
@@ -914,7 +923,7 @@ fn refused_backward() {
             ),
             (
                 ReadBwd { d_token: lse.operand(), ..right },
-                "read_bwd: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + outputs] = [4, 5, 4]",
+                "read_bwd: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + 2 * outputs] = [4, 5, 6]",
             ),
             (ReadBwd { read: 0, ..right }, "read_bwd: `read` is 0, expected at least 1 where a block is open"),
         ] {

@@ -12,7 +12,8 @@ pub struct PackFwd<'a> {
     /// Input, f32, f16 or bf16: `[tokens, streams, d_model]`, or `[tokens, d_model]` for every stream the same (the
     /// embedding).
     pub state: Operand<'a>,
-    /// Output, in the type of `state`: the history, of which one entry is written. `[capacity, tokens, streams, d_model]`
+    /// Output, in the type of `state`: the history, of which one entry is written.
+    /// `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
     /// Output, f32: inverse RMS of the history, of which one entry is written. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,

@@ -1,12 +1,19 @@
 use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, Work};
-use crate::launch::{Tuning, cube_index, cubes};
+use crate::dims::token_gradients;
+use crate::launch::{Tuning, cube_index, cubes, element_index, elements};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::rows::{Rows, rows};
 use crate::{Dims, KernelError, Routing};
+
+const LOGIT: &str = "[capacity, reads, tokens, outputs]";
+const TOKEN: &str = "[reads, tokens, 2 + 2 * outputs]";
+
+/// Units of a cube of the correction: it is per token, read and output, without a sum over units.
+const UNITS: usize = 256;
 
 /// The operands of [`prefix_bwd_history`]; `outputs` as in the [forward](super::PrefixFwd).
 #[derive(Debug, Clone, Copy)]
@@ -19,15 +26,17 @@ pub struct PrefixBwdHistory<'a> {
     pub query: Operand<'a>,
     /// Saved, f32. `[reads, tokens, outputs]`
     pub lse: Operand<'a>,
-    /// In place, f32: the logits of this entry and these reads become their gradients.
-    /// `[capacity, reads, tokens, outputs]`
+    /// Saved, f32. `[capacity, reads, tokens, outputs]`
     pub logit: Operand<'a>,
+    /// Output, f32: the gradients of the logits of this entry and these reads. `[capacity, reads, tokens, outputs]`
+    pub d_logit: Operand<'a>,
     /// Input, in the type of `value`: the gradients of the retrieved states. `[reads, tokens, outputs, d_model]`
     pub d_state: Operand<'a>,
-    /// Input, f32: behind two columns of no concern the shifts `d_lse - <d_state, state>`. `[reads, tokens, 2 + outputs]`
+    /// Input, f32: the shifts `d_lse - <d_state, state>`, one an output behind two columns of no concern.
+    /// `[reads, tokens, 2 + 2 * outputs]`
     pub d_token: Operand<'a>,
-    /// Output, in the type of `value`: the gradient of the entry. `[tokens, streams, d_model]`, or its sum over the streams
-    /// `[tokens, d_model]` (the embedding)
+    /// Output, in the type of `value`: the gradient of the entry. `[tokens, streams, d_model]`, or its sum over the
+    /// streams `[tokens, d_model]` (the embedding)
     pub d_value: Operand<'a>,
     /// The entry.
     pub entry: usize,
@@ -48,7 +57,7 @@ pub fn prefix_bwd_history(
     tuning: Tuning,
 ) -> Result<(), KernelError> {
     const NAME: &str = "prefix_bwd_history";
-    let PrefixBwdHistory { value, inv_rms, query, lse, logit, d_state, d_token, d_value, entry, first, last } =
+    let PrefixBwdHistory { value, inv_rms, query, lse, logit, d_logit, d_state, d_token, d_value, entry, first, last } =
         operands;
 
     let mut check = Check::of(NAME);
@@ -67,7 +76,8 @@ pub fn prefix_bwd_history(
         .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?
         .fits("query", &query, F32, "[reads, outputs, d_model]", &[reads, outputs, d_model])?
         .fits("lse", &lse, F32, "[reads, tokens, outputs]", &[reads, tokens, outputs])?
-        .fits("logit", &logit, F32, "[capacity, reads, tokens, outputs]", &[capacity, reads, tokens, outputs])?
+        .fits("logit", &logit, F32, LOGIT, &[capacity, reads, tokens, outputs])?
+        .fits("d_logit", &d_logit, F32, LOGIT, &[capacity, reads, tokens, outputs])?
         .fits(
             "d_state",
             &d_state,
@@ -75,7 +85,7 @@ pub fn prefix_bwd_history(
             "[reads, tokens, outputs, d_model]",
             &[reads, tokens, outputs, d_model],
         )?
-        .fits("d_token", &d_token, F32, "[reads, tokens, 2 + outputs]", &[reads, tokens, 2 + outputs])?;
+        .fits("d_token", &d_token, F32, TOKEN, &[reads, tokens, token_gradients(outputs)])?;
     let summed = d_value.shape.len() == 2;
     if summed {
         check.fits("d_value", &d_value, value.dtype, "[tokens, d_model]", &dims.branch())?;
@@ -101,6 +111,7 @@ pub fn prefix_bwd_history(
         query.argument(lanes),
         lse.argument(1),
         logit.argument(1),
+        d_logit.argument(1),
         d_state.argument(lanes),
         d_token.argument(1),
         d_value.argument(lanes),
@@ -125,9 +136,10 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
     inv_rms: &[f32],              // [capacity, tokens, streams]
     query: &[Vector<f32, N>],     // [reads, outputs, vectors]
     lse: &[f32],                  // [reads, tokens, outputs]
-    logit: &mut [f32],            // [capacity, reads, tokens, outputs]
+    logit: &[f32],                // [capacity, reads, tokens, outputs]
+    d_logit: &mut [f32],          // [capacity, reads, tokens, outputs]
     d_state: &[Vector<E, N>],     // [reads, tokens, outputs, vectors]
-    d_token: &[f32],              // [reads, tokens, 2 + outputs]
+    d_token: &[f32],              // [reads, tokens, 2 + 2 * outputs]
     d_value: &mut [Vector<E, N>], // [tokens, streams or 1, vectors]
     entry: usize,
     first: usize,
@@ -176,7 +188,7 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
     for start in range_stepped(first, last, group) {
         let mut gradients = Array::<Vector<f32, N>>::new(comptime!(group * outputs * columns));
         let mut dots = Array::<f32>::new(comptime!(group * outputs));
-        // Before the sum, whose barrier lies between these loads and the gradients in their place.
+        // Before the sum, past whose barrier no load is moved.
         let mut logits = Array::<f32>::new(comptime!(group * outputs));
         #[unroll]
         for s in 0..group {
@@ -216,10 +228,10 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
                     let own = (start + s) * tokens + token; // row of the scalars of the read
                     // d_logit = p (c - <d_state, state> + d_lse)
                     let p = (logits[head] - lse[own * outputs + j]).exp();
-                    let d = p * (dots[head] + d_token[own * (2 + outputs) + 2 + j]);
+                    let d = p * (dots[head] + d_token[own * comptime!(token_gradients(outputs)) + 2 + j]);
                     along[key] += d * logits[head];
                     if unit == 0 {
-                        logit[((entry * reads + start + s) * tokens + token) * outputs + j] = d;
+                        d_logit[((entry * reads + start + s) * tokens + token) * outputs + j] = d;
                     }
                     #[unroll]
                     for c in 0..columns {
@@ -276,10 +288,16 @@ pub struct PrefixBwdQuery<'a> {
     pub value: Operand<'a>,
     /// Saved, f32. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
-    /// Input, f32: what [`prefix_bwd_history`] leaves of the logits. Pairs of entries and reads that do not see them are
-    /// not read. `[capacity, reads, tokens, outputs]`
+    /// Saved, f32. `[all reads, tokens, outputs]`
+    pub lse: Operand<'a>,
+    /// Saved, f32. `[capacity, all reads, tokens, outputs]`
+    pub logit: Operand<'a>,
+    /// In place, f32: what [`prefix_bwd_history`] gives is corrected. Pairs of entries and reads that do not see them
+    /// are not touched. `[capacity, all reads, tokens, outputs]`
     pub d_logit: Operand<'a>,
-    /// In place, f32: the gradients are added to rows `first..reads`. `[_, outputs, d_model]`
+    /// Input, f32: the gradients of log-sum-exp in the last `outputs` columns. `[all reads, tokens, 2 + 2 * outputs]`
+    pub d_token: Operand<'a>,
+    /// In place, f32: the gradients are added to rows `first..reads`. `[all reads, outputs, d_model]`
     pub d_query: Operand<'a>,
     /// Entries of the history.
     pub entries: usize,
@@ -292,13 +310,26 @@ pub struct PrefixBwdQuery<'a> {
 }
 
 /// The gradient of the queries of a pass, in two stages:
-/// `d_query[i,j] += sum over tokens and the entries that read i sees of d_logit key`.
+/// `d_query[i,j] += sum over tokens and the entries that read i sees of d_logit key`, after a correction by which the
+/// gradients of the logits of a read add up to d_lse.
 ///
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or `routing` does not fit the streams.
 pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Routing) -> Result<(), KernelError> {
     const NAME: &str = "prefix_bwd_query";
-    let PrefixBwdQuery { value, inv_rms, d_logit, d_query, entries, first, reads, branches_per_block } = operands;
+    let PrefixBwdQuery {
+        value,
+        inv_rms,
+        lse,
+        logit,
+        d_logit,
+        d_token,
+        d_query,
+        entries,
+        first,
+        reads,
+        branches_per_block,
+    } = operands;
 
     let mut check = Check::of(NAME);
     let capacity = check.room("value", &value, entries.saturating_sub(1))?;
@@ -321,7 +352,10 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
         .storage("value", &value, client)?
         .shape("value", &value, "[capacity, tokens, streams, d_model]", &[capacity, tokens, streams, d_model])?
         .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?
-        .fits("d_logit", &d_logit, F32, "[capacity, reads, tokens, outputs]", &logits)?
+        .fits("lse", &lse, F32, "[reads, tokens, outputs]", &logits[1..])?
+        .fits("logit", &logit, F32, LOGIT, &logits)?
+        .fits("d_logit", &d_logit, F32, LOGIT, &logits)?
+        .fits("d_token", &d_token, F32, TOKEN, &[rows_of_reads, tokens, token_gradients(outputs)])?
         .fits("d_query", &d_query, F32, "[reads, outputs, d_model]", &[rows_of_reads, outputs, d_model])?;
     let queries = reads - first;
     if tokens * queries == 0 {
@@ -333,6 +367,27 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
     let stage = Rows::new(client, rows, length);
     stage.check(&mut check)?;
     let address = check.address(client)?;
+
+    let heads = queries * tokens * outputs;
+    let (count, dim) = elements(client, heads, UNITS);
+    prefix_bwd_kernel_correct::launch(
+        client,
+        count,
+        dim,
+        address,
+        lse.argument(1),
+        logit.argument(1),
+        d_logit.argument(1),
+        d_token.argument(1),
+        heads,
+        entries,
+        first,
+        branches_per_block,
+        rows_of_reads,
+        tokens,
+        outputs,
+    );
+
     let (groups, config) = Work { dims, dtype: value.dtype, outputs, queries, routing }.choose_query(client);
     let lanes = config.row.lanes;
     prefix_bwd_kernel_query::launch(
@@ -358,6 +413,42 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
     );
     stage.sum(client, &d_query, first * outputs * d_model, true, address);
     Ok(())
+}
+
+/// Makes the gradients of a read's logits add up to d_lse: `d_logit -= p (sum of d_logit - d_lse)`, as the p of a read
+/// add up to one.
+#[cube(launch, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
+fn prefix_bwd_kernel_correct(
+    lse: &[f32],         // [rows_of_reads, tokens, outputs]
+    logit: &[f32],       // [capacity, rows_of_reads, tokens, outputs]
+    d_logit: &mut [f32], // [capacity, rows_of_reads, tokens, outputs]
+    d_token: &[f32],     // [rows_of_reads, tokens, 2 + 2 * outputs]
+    heads: usize,        // reads - first, tokens, outputs
+    entries: usize,
+    first: usize,
+    branches_per_block: usize,
+    rows_of_reads: usize,
+    tokens: usize,
+    outputs: usize,
+) {
+    let head = element_index();
+    if head >= heads {
+        terminate!();
+    }
+    let own = first * tokens * outputs + head;
+    let row = own / outputs; // of the scalars of the read
+    let visible = min(row / tokens / branches_per_block + 1, entries);
+    let stride = rows_of_reads * tokens * outputs; // from one entry to the next
+
+    let mut excess = 0.0f32 - d_token[row * (2 + 2 * outputs) + 2 + outputs + own % outputs];
+    for entry in 0..visible {
+        excess += d_logit[entry * stride + own];
+    }
+    for entry in 0..visible {
+        let p = (logit[entry * stride + own] - lse[own]).exp();
+        d_logit[entry * stride + own] -= p * excess;
+    }
 }
 
 #[cube(launch, address_type = "dynamic")]

@@ -4,8 +4,8 @@ use crate::launch::{Row, Tuning};
 use crate::reduce::Reduction;
 use crate::{Dims, Routing};
 
-/// Queries × outputs of one pass: with 8 lanes each takes 8 registers a column, so 16 fill half of what a unit has. More
-/// queries read the history once more, mostly from the cache.
+/// Queries × outputs of one pass: with 8 lanes each takes 8 registers a column, so 16 fill half of what a unit has.
+/// More queries read the history once more, mostly from the cache.
 const MOST_HEADS: usize = 16;
 
 /// Queries × outputs of one step of the backward by entry, whose gradients are held at once.

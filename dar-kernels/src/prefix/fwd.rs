@@ -12,7 +12,8 @@ use crate::{Dims, KernelError, Routing};
 /// [`Routing::FixedKeyValue`].
 #[derive(Debug, Clone, Copy)]
 pub struct PrefixFwd<'a> {
-    /// Input, f32, f16 or bf16: the history; entries past `entries` are not read. `[capacity, tokens, streams, d_model]`
+    /// Input, f32, f16 or bf16: the history; entries past `entries` are not read.
+    /// `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
     /// Input, f32: inverse RMS of the history. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,

@@ -2,6 +2,7 @@ use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
 use super::fwd::{Inputs, inputs, load, merge, partial_sums};
+use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
@@ -33,9 +34,9 @@ pub struct ReadBwd<'a> {
     pub written: bool,
     /// The write of the branch before, as in the forward.
     pub open: Option<OpenBwd<'a>>,
-    /// In place, f32, per token d_beta (two columns) and shift `d_lse - <d_state, state>` (one an output). Row `read`:
-    /// d_beta is read if `written` with a site, shift is written. Row `read - 1`: d_beta is written with `open` and gates.
-    /// `[reads, tokens, 2 + outputs]`
+    /// In place, f32, per token d_beta (two columns), shift `d_lse - <d_state, state>` and d_lse (one an output each).
+    /// Row `read`: d_beta is read if `written` with a site, shift and d_lse are written. Row `read - 1`: d_beta is
+    /// written with `open` and gates. `[reads, tokens, 2 + 2 * outputs]`
     pub d_token: Operand<'a>,
     /// Output, f32: the gradients of the site's parameters; none if they are frozen.
     pub d_site: Option<SiteOperands<'a>>,
@@ -62,8 +63,8 @@ pub struct OpenBwd<'a> {
     pub d_output: Option<Operand<'a>>,
 }
 
-/// The backward of read `read` and of the write of branch `read - 1` together. The gradients of the parameters are summed
-/// over the tokens in two stages; without tokens they are zero.
+/// The backward of read `read` and of the write of branch `read - 1` together. The gradients of the parameters are
+/// summed over the tokens in two stages; without tokens they are zero.
 ///
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or operands are missing that others need.
@@ -82,7 +83,7 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     check
         .eps(eps)?
         .fits("d_input", &d_input, state.dtype, BRANCH, &dims.branch())?
-        .fits("d_token", &d_token, F32, "[reads, tokens, 2 + outputs]", &[reads, tokens, 2 + outputs])?
+        .fits("d_token", &d_token, F32, "[reads, tokens, 2 + 2 * outputs]", &[reads, tokens, token_gradients(outputs)])?
         .fits("d_query", &d_query, F32, "[reads, outputs, d_model]", &[reads, outputs, d_model])?;
     if written && gate.is_some() && site.is_none() {
         return Err(KernelError::value(NAME, "site", "the gates of the branch that was `written`", "none"));
@@ -182,7 +183,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     mut d_partial: ComptimeOption<&mut [Vector<E, N>]>, // [tokens, streams, vectors]
     output: ComptimeOption<&[Vector<E, N>]>,            // [tokens, vectors]
     mut d_output: ComptimeOption<&mut [Vector<E, N>]>,  // [tokens, vectors]
-    d_token: &mut [f32],                                // [reads, tokens, 2 + streams]
+    d_token: &mut [f32],                                // [reads, tokens, 2 + 2 * streams]
     mut row_sum: ComptimeOption<&mut [Vector<f32, N>]>, // [rows, 10 * vectors, streams * vectors, 8 / lanes]
     slot: usize,
     read: usize,
@@ -207,6 +208,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     let gated = comptime!(gate.is_some());
     let written = comptime!(config.written);
     let trained = comptime!(config.trained);
+    let width = comptime!(token_gradients(streams)); // of a row of `d_token`
     let transported = comptime!(config.written && site.is_some()); // M(rho) lies between the two states
     // Sums over the partial state beyond those of the streams.
     let more = comptime!(if transported {
@@ -310,7 +312,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     beta[j] = gate[own * GATES + BETA + j];
                     d_beta[j] = f32::new(0.0);
                     if comptime!(written) {
-                        d_beta[j] = d_token[own * (2 + streams) + j];
+                        d_beta[j] = d_token[own * width + j];
                     }
                 }
 
@@ -346,8 +348,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 }
                 sums.sum(&mut sum);
 
-                // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2 d_model),
-                // where v = sum of scale d_logit W.
+                // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2
+                // d_model), where v = sum of scale d_logit W.
                 let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
                 let scale_alpha = site_scalar::<N>(site, vectors, GATES);
                 let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
@@ -437,7 +439,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 d_lse[j] = inner[other] * share[j] * share[other]; // (A.9)
             }
             if unit == 0 {
-                d_token[own * (2 + streams) + 2 + j] = d_lse[j] - inner[j];
+                d_token[own * width + 2 + j] = d_lse[j] - inner[j];
+                d_token[own * width + 2 + streams + j] = d_lse[j];
             }
         }
 
@@ -566,7 +569,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                         if unit == 0 {
                             #[unroll]
                             for j in 0..streams {
-                                d_token[before * (2 + streams) + j] = d_beta[j];
+                                d_token[before * width + j] = d_beta[j];
                             }
                         }
                     }

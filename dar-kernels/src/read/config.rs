@@ -6,8 +6,8 @@ use crate::{Dims, Routing};
 /// f32 registers of a unit for the merged state, with as many again in flight for each of the two inputs.
 const MOST_REGISTERS: usize = 32;
 
-/// f32 registers of a unit for the gradients of parameters, which stay over all of its tokens: six a stream (rows of five
-/// gates and a query), column and lane. Past them the state of a token spills.
+/// f32 registers of a unit for the gradients of parameters, which stay over all of its tokens: six a stream (rows of
+/// five gates and a query), column and lane. Past them the state of a token spills.
 const MOST_GRADIENT_REGISTERS: usize = 96;
 
 /// Everything that changes the code of a kernel beside the operands that are there.

@@ -39,8 +39,8 @@ pub struct ReadFwd<'a> {
 /// What [`ReadFwd`] writes before it reads.
 #[derive(Debug, Clone, Copy)]
 pub struct Open<'a> {
-    /// Input, in the type of the retrieved state: the state before branch `read - 1`; none where that was a block's first.
-    /// `[tokens, outputs, d_model]`
+    /// Input, in the type of the retrieved state: the state before branch `read - 1`; none where that was a block's
+    /// first. `[tokens, outputs, d_model]`
     pub before: Option<Operand<'a>>,
     /// Input, in the same type: what branch `read - 1` computed. `[tokens, d_model]`
     pub output: Operand<'a>,
@@ -299,7 +299,8 @@ fn read_fwd_kernel<E: Float, N: Size>(
             #[unroll]
             for k in 0usize..2 {
                 let (alpha, beta) = (comptime!(ALPHA + k), comptime!(BETA + k));
-                gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha)); // (13, 14)
+                // (13, 14)
+                gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha));
                 gates[beta] = 2.0f32 * sigmoid(scale_beta * norm * sum[beta] + site_scalar::<N>(site, vectors, beta));
             }
             #[unroll]

@@ -1,7 +1,7 @@
 //! Residual read (A.6–A.10, 13–16), after the write of the branch before it (17).
 //!
-//! Between two branches lies one kernel. Where a block is open it first completes the state P of that block by the output
-//! of the branch before, stores it, and goes on with what is stored:
+//! Between two branches lies one kernel. Where a block is open it first completes the state P of that block by the
+//! output of the branch before, stores it, and goes on with what is stored:
 //!
 //! ```text
 //! for each token:                                                          one cube
@@ -31,8 +31,10 @@
 //! ```text
 //!   through a norm:  d_x = n (d_x̂ - x̂ <d_x̂, x̂> / length);  <d_x̂, x̂> is known from the forward's sums
 //!   d_h^j    = alpha^j d_input + (norm of [h0; h1]): sum of s W d_gate_logit          (13–15)
-//!   d_hist^j = lambda^j d_h^j, in hist's place;  d_lse^j = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)> = -d_a^j
-//!   shift^j  = d_lse^j - <d_hist^j, hist^j>: what the history's backward needs beside d_hist
+//!   d_hist^j = lambda^j d_h^j, in hist's place;  d_lse^j = -d_a^j
+//!            = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)>
+//!   shift^j  = d_lse^j - <d_hist^j, hist^j>: what the history's backward needs beside d_hist, and d_lse^j that of
+//!              the queries
 //!   d_rho    = <d_P'^0 - d_P'^1, P^0 - P^1>                                           (17)
 //!   d_P      = M(rho) d_P' + (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j,
 //!              (norm of [P0; P1]): s W_rho d_rho_logit; in d_P''s place
@@ -40,9 +42,9 @@
 //!   d_W, d_q, d_bias, d_scale: a row a cube, then the sum of the rows, into the parameters' own shapes
 //! ```
 //!
-//! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no normalised
-//! copy. Bytes moved, in units of `tokens × d_model` with two streams: five are read and three written (first branch: two
-//! and one); backward eight and five (three and two).
+//! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no
+//! normalised copy. Bytes moved, in units of `tokens × d_model` with two streams: five are read and three written
+//! (first branch: two and one); backward eight and five (three and two).
 
 mod bwd;
 mod config;

@@ -6,8 +6,8 @@
 //! gate:  alpha0, alpha1, beta0, beta1, rho of every read and token                     [reads, tokens, 5]
 //! ```
 //!
-//! A row is a column of a weight `[2 * d_model, outputs]`: kernels walk it beside a state. Packing costs a few launches'
-//! worth of time once a site and pass, and makes one binding of nine. All of it is f32.
+//! A row is a column of a weight `[2 * d_model, outputs]`: kernels walk it beside a state. Packing is one launch a
+//! site and pass, and makes one binding of nine. All of it is f32.
 
 mod pack;
 mod sum;

@@ -5,8 +5,8 @@ use crate::launch::{element_index, elements};
 use crate::operand::Operand;
 use crate::rows::{Rows, SUM_UNITS, sum_of_column};
 
-/// The second stage of the gradients of a site: sums rows that are laid out as `[10 * d_model]` of the gates' rows, those
-/// of a query, and `[8]` scalars, straight into the parameters' own shapes.
+/// The second stage of the gradients of a site: sums rows that are laid out as `[10 * d_model]` of the gates' rows,
+/// those of a query, and `[8]` scalars, straight into the parameters' own shapes.
 pub(crate) struct SiteSum<'a> {
     pub(crate) gradients: SiteOperands<'a>,
     /// All queries, of which that of `read` is written. `[reads, 2, d_model]`

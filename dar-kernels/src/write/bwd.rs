@@ -1,6 +1,7 @@
 use cubecl::prelude::*;
 
 use super::fwd::inputs;
+use crate::dims::token_gradients;
 use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
@@ -8,8 +9,8 @@ use crate::reduce::CubeSum;
 use crate::site::{BETA, GATES};
 use crate::{Dims, KernelError};
 
-/// Per-token gradients that one kernel hands to another, two streams: beta of both, shift of both.
-const TOKEN: usize = 4;
+/// Columns of `d_token`: a gated write has two streams.
+const TOKEN: usize = token_gradients(2);
 
 /// The operands of [`write_bwd`].
 #[derive(Debug, Clone, Copy)]
@@ -24,7 +25,7 @@ pub struct WriteBwd<'a> {
     pub read: usize,
     /// Output, in the type of `output`. `[tokens, d_model]`
     pub d_output: Operand<'a>,
-    /// Output, f32: the gradient of beta, in the first two columns of row `read`; the others stay. `[reads, tokens, 4]`
+    /// Output, f32: the gradient of beta, in the first two columns of row `read`; the others stay. `[reads, tokens, 6]`
     pub d_token: Operand<'a>,
 }
 
@@ -42,7 +43,7 @@ pub fn write_bwd(client: &Client, operands: WriteBwd, tuning: Tuning) -> Result<
     check
         .fits("d_state", &d_state, output.dtype, "[tokens, 2, d_model]", &dims.state())?
         .fits("d_output", &d_output, output.dtype, "[tokens, d_model]", &dims.branch())?
-        .fits("d_token", &d_token, F32, "[reads, tokens, 4]", &[gate.shape[0], tokens, TOKEN])?;
+        .fits("d_token", &d_token, F32, "[reads, tokens, 6]", &[gate.shape[0], tokens, TOKEN])?;
     let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
@@ -76,7 +77,7 @@ fn write_bwd_kernel<E: Float, N: Size>(
     output: &[Vector<E, N>],       // [tokens, vectors]
     gate: &[f32],                  // [reads, tokens, 5]
     d_output: &mut [Vector<E, N>], // [tokens, vectors]
-    d_token: &mut [f32],           // [reads, tokens, 4]
+    d_token: &mut [f32],           // [reads, tokens, 6]
     read: usize,
     tokens: usize,
     vectors: usize,

@@ -74,7 +74,8 @@ pub struct CloseFwd<'a> {
     pub gate: Option<Operand<'a>>,
     /// The read of this branch: its row of `gate`.
     pub read: usize,
-    /// Output, in the type of `output`: the history, of which one entry is written. `[capacity, tokens, streams, d_model]`
+    /// Output, in the type of `output`: the history, of which one entry is written.
+    /// `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
     /// Output, f32: inverse RMS of the history, of which one entry is written. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,

@@ -10,9 +10,10 @@
 //! ```
 //!
 //! The transported state is never stored on its own. Inside a block the write is part of the [next read](crate::read),
-//! forward and backward; `write_fwd` recomputes a state that was not kept. Bytes moved, in units of `tokens × d_model`: the
-//! branch output and two for the state before are read, two are written. Closing a block writes the same two straight
-//! into the history. The backward reads three and writes one, as M(rho) and d_rho belong to the backward of the read.
+//! forward and backward; `write_fwd` recomputes a state that was not kept. Bytes moved, in units of `tokens × d_model`:
+//! the branch output and two for the state before are read, two are written. Closing a block writes the same two
+//! straight into the history. The backward reads three and writes one, as M(rho) and d_rho belong to the backward of
+//! the read.
 
 mod bwd;
 mod fwd;
