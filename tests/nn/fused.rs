@@ -9,7 +9,7 @@ use dar_burn::{BranchLayout, ResidualConfig, ResidualState, Routing};
 
 use super::params::param_gradients;
 use super::toy::{Stir, Toy, tensor, vec};
-use crate::support::devices::{devices, flex, say};
+use crate::support::devices::{devices, flex};
 use crate::support::host::{relative_error, values};
 
 const TOKENS: usize = 3;
@@ -115,7 +115,7 @@ pub(super) fn agree_on(
         // Some gradients are small sums of large terms; a wrong kernel is off by its whole result.
         let lost = errors(&run(&composed, sizes, &device(flex()), DType::F32, usage), &truth);
         let lost = lost.into_iter().fold(1e-6, f64::max);
-        assert!(lost <= 1e-4, "{about}: {lost:.1e} on the CPU");
+        assert!(lost <= 1e-3, "{about}: {lost:.1e} on the CPU");
         (DType::F32, 10.0 * lost)
     };
     let [fastest, leanest] = [Memory::Fastest, Memory::Leanest]
@@ -299,7 +299,7 @@ fn passes_launch_kernels() {
             let launched = count(&config);
             // At least one kernel a read forward, one backward.
             assert!(launched >= 2 * (BRANCHES as u64 + 1), "{name} on {}: {launched} kernels", opened.name);
-            say(&format!("{name} on {}: {launched} kernels for {BRANCHES} branches", opened.name));
+            println!("{name} on {}: {launched} kernels for {BRANCHES} branches", opened.name);
         }
     }
 }

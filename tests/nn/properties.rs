@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::fused::{Sizes, agree_on, whole};
-use crate::support::devices::{devices, say};
+use crate::support::devices::devices;
 
 /// Of all devices together.
 const CASES: u32 = 500;
@@ -68,7 +68,7 @@ fn random_passes_agree() {
     let devices = devices();
     let (software, fast): (Vec<_>, Vec<_>) = devices.into_iter().partition(|opened| opened.software);
     let seed = std::env::var("DAR_TEST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
-    say(&format!("random passes: seed {seed} (DAR_TEST_SEED sets another)"));
+    println!("random passes: seed {seed} (DAR_TEST_SEED sets another)");
     let on = |opened, config: &ResidualConfig, sizes| {
         let about = format!("{config:?}, {sizes:?}");
         agree_on(opened, &about, config, sizes, &|device| device.autodiff(), &whole);
