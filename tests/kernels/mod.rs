@@ -3,5 +3,6 @@
 mod pack;
 mod prefix;
 mod read;
+mod site;
 mod support;
 mod write;

@@ -1,7 +1,11 @@
+use std::ops::Range;
+
 use cubecl::prelude::*;
 use dar_burn::Routing;
-use dar_burn::ops::{Retrieved, prefix};
-use dar_kernels::prefix::{PrefixFwd, prefix_fwd};
+use dar_burn::ops::{History, Retrieved, prefix};
+use dar_kernels::prefix::{
+    PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
+};
 use dar_kernels::{KernelError, Reduction, Tuning, launches};
 
 use super::support::{
@@ -11,11 +15,10 @@ use super::support::{
 use crate::support::golden::Case;
 use crate::support::host::{relative_error, values};
 
-/// Rows of the arenas before the reads of a problem, and slots before their states. One row comes behind.
-const FIRST: usize = 2;
+/// Slots before the retrieved states of a problem; one comes behind.
 const SLOT: usize = 1;
 
-/// One history and the queries of a block.
+/// A history and queries. Their rows in arenas are those from `first` on, and one comes behind.
 #[derive(Debug, Clone)]
 struct Problem {
     tokens: usize,
@@ -24,17 +27,29 @@ struct Problem {
     entries: usize,
     branches: usize,
     outputs: usize, // streams of a query
+    first: usize,
+    branches_per_block: usize, // row i sees the entries up to i / branches_per_block
     routing: Routing,
     eps: f64,
     states: Vec<f64>,  // [entries, tokens, streams, d_model]
     queries: Vec<f64>, // [branches, outputs, d_model]
 }
 
+/// The operands of a prefix.
+struct Arenas {
+    value: Buffer,
+    inv_rms: Buffer,
+    query: Buffer,
+    lse: Buffer,
+    logit: Buffer,
+    state: Buffer,
+}
+
 /// Outputs of a prefix.
 #[derive(Debug, Clone, PartialEq)]
 struct Found {
     lse: Vec<f64>,   // [branches, tokens, outputs]
-    logit: Vec<f64>, // [entries, branches, tokens, outputs]
+    logit: Vec<f64>, // [entries, branches, tokens, outputs], without entries that a query does not see
     state: Vec<f64>, // [branches, tokens, outputs, d_model]
 }
 
@@ -53,8 +68,20 @@ impl Problem {
             *x *= [1.0, 4.0, 0.25][k / length % 3];
         }
         let queries = values(2, branches * streams * d_model, logits * 2.0 / (d_model as f64).sqrt());
-        let outputs = streams;
-        Self { tokens, streams, d_model, entries, branches, outputs, routing, eps: EPS, states, queries }
+        Self {
+            tokens,
+            streams,
+            d_model,
+            entries,
+            branches,
+            outputs: streams,
+            first: entries + 1,
+            branches_per_block: 1,
+            routing,
+            eps: EPS,
+            states,
+            queries,
+        }
     }
 
     fn golden(case: &Case) -> Self {
@@ -68,9 +95,11 @@ impl Problem {
             branches: queries.shape[0],
             routing: routing(case),
             eps: case.eps().unwrap(),
+            outputs: 2,
+            first: states.shape[0],
+            branches_per_block: 1,
             states: states.values,
             queries: queries.values.clone(),
-            outputs: 2,
         }
     }
 
@@ -98,42 +127,80 @@ impl Problem {
         ]
     }
 
-    /// The queries in an arena with rows of no concern around them.
-    fn query(&self, client: &Client) -> Buffer {
-        let Self { d_model, branches, outputs, .. } = *self;
-        Buffer::arena(client, [FIRST + branches + 1, FIRST], &[outputs, d_model], F32, &self.queries)
+    /// Rows of the arenas.
+    fn reads(&self) -> usize {
+        self.first + self.branches + 1
+    }
+
+    /// How many entries the query sees.
+    fn visible(&self, branch: usize) -> usize {
+        ((self.first + branch) / self.branches_per_block + 1).min(self.entries)
+    }
+
+    /// The queries that see equally many entries, and how many.
+    fn blocks(&self) -> Vec<(Range<usize>, usize)> {
+        let mut blocks: Vec<(Range<usize>, usize)> = Vec::new();
+        for branch in 0..self.branches {
+            let visible = self.visible(branch);
+            match blocks.last_mut() {
+                Some((branches, entries)) if *entries == visible => branches.end += 1,
+                _ => blocks.push((branch..branch + 1, visible)),
+            }
+        }
+        blocks
+    }
+
+    /// Whether entry and row of a logit `[entries, reads, tokens, outputs]` belong to a query that sees the entry.
+    fn sees(&self, logit: usize) -> bool {
+        let row = logit / (self.tokens * self.outputs);
+        let (entry, read) = (row / self.reads(), row % self.reads());
+        read >= self.first && read < self.first + self.branches && entry < self.visible(read - self.first)
+    }
+
+    fn forward(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Arenas {
+        let Self { tokens, d_model, entries, branches, outputs, first, .. } = *self;
+        let reads = self.reads();
+        let [value, inv_rms] = self.history(client, dtype);
+        let arenas = Arenas {
+            value,
+            inv_rms,
+            query: Buffer::arena(client, [reads, first], &[outputs, d_model], F32, &self.queries),
+            lse: Buffer::output(client, &[reads, tokens, outputs], F32),
+            logit: Buffer::output(client, &[entries + 1, reads, tokens, outputs], F32),
+            state: Buffer::output(client, &[SLOT + branches + 1, tokens, outputs, d_model], dtype),
+        };
+        for (block, entries) in self.blocks() {
+            let operands = PrefixFwd {
+                value: arenas.value.operand(),
+                inv_rms: arenas.inv_rms.operand(),
+                query: arenas.query.operand(),
+                lse: arenas.lse.operand(),
+                logit: arenas.logit.operand(),
+                state: arenas.state.operand(),
+                entries,
+                first: first + block.start,
+                count: block.len(),
+                slot: SLOT + block.start,
+            };
+            let before = launches();
+            prefix_fwd(client, operands, self.routing, tuning).unwrap();
+            assert!(tokens == 0 || launches() > before);
+        }
+        arenas
     }
 
     fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
-        let Self { tokens, d_model, entries, branches, outputs, .. } = *self;
-        let reads = FIRST + branches + 1;
-        let [value, inv_rms] = self.history(client, dtype);
-        let query = self.query(client);
-        let lse = Buffer::output(client, &[reads, tokens, outputs], F32);
-        let logit = Buffer::output(client, &[entries + 1, reads, tokens, outputs], F32);
-        let state = Buffer::output(client, &[SLOT + branches + 1, tokens, outputs, d_model], dtype);
-        let operands = PrefixFwd {
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            query: query.operand(),
-            lse: lse.operand(),
-            logit: logit.operand(),
-            state: state.operand(),
-            entries,
-            first: FIRST,
-            count: branches,
-            slot: SLOT,
-        };
-        let before = launches();
-        prefix_fwd(client, operands, self.routing, tuning).unwrap();
-        assert!(tokens == 0 || launches() > before);
-        let (length, start, end) = (tokens * outputs, FIRST * tokens * outputs, (FIRST + branches) * tokens * outputs);
-        let logit = logit.rows(0, entries);
-        let logit = logit.chunks((reads * length).max(1)).flat_map(|entry| {
-            assert!(entry[..start].iter().chain(&entry[end..]).all(|x| x.is_nan()), "a logit of no concern changed");
-            entry[start..end].to_vec()
+        let Arenas { lse, logit, state, .. } = self.forward(client, dtype, tuning);
+        let logit = logit.rows(0, self.entries);
+        let logit = logit.into_iter().enumerate().filter_map(|(k, x)| {
+            assert!(self.sees(k) || x.is_nan(), "a logit of no concern changed");
+            self.sees(k).then_some(x)
         });
-        Found { lse: lse.rows(FIRST, branches), logit: logit.collect(), state: state.rows(SLOT, branches) }
+        Found {
+            lse: lse.rows(self.first, self.branches),
+            logit: logit.collect(),
+            state: state.rows(SLOT, self.branches),
+        }
     }
 
     /// The composed operation in f64.
@@ -172,6 +239,236 @@ impl Found {
                 ("state", &self.state, &truth.state, bound(dtype)),
             ],
         );
+    }
+}
+
+/// What reaches the outputs of a prefix.
+struct Cotangents {
+    lse: Vec<f64>,   // [branches, tokens, outputs]
+    state: Vec<f64>, // [branches, tokens, outputs, d_model]
+}
+
+/// Gradients of a prefix.
+#[derive(Debug, PartialEq)]
+struct Gradients {
+    states: Vec<f64>,  // [entries, tokens, streams, d_model]
+    queries: Vec<f64>, // [branches, outputs, d_model]
+}
+
+impl Gradients {
+    #[track_caller]
+    fn assert_close(&self, truth: &Self, bound: f64, about: &str) {
+        assert_close(
+            about,
+            &[("d_value", &self.states, &truth.states, bound), ("d_query", &self.queries, &truth.queries, bound)],
+        );
+    }
+}
+
+impl Problem {
+    fn cotangents(&self) -> Cotangents {
+        let heads = self.branches * self.tokens * self.outputs;
+        Cotangents { lse: values(3, heads, 1.0), state: values(4, heads * self.d_model, 1.0) }
+    }
+
+    /// Forward, then backward by entry, the last first, then of the queries, which adds to `queries`.
+    fn run_bwd(
+        &self,
+        client: &Client,
+        dtype: ElemType,
+        tuning: Tuning,
+        cotangents: &Cotangents,
+        queries: &[f64],
+    ) -> Gradients {
+        let Self { tokens, streams, d_model, entries, branches, outputs, first, routing, .. } = *self;
+        let Arenas { value, inv_rms, query, lse, logit, state } = self.forward(client, dtype, tuning);
+        let reads = self.reads();
+        let row = [tokens, outputs, d_model];
+        let d_state = Buffer::arena(client, [reads, first], &row, dtype, &cotangents.state);
+        // As the read's backward leaves it: shift behind the gradient of beta.
+        let state = state.rows(SLOT, branches);
+        let dots = cotangents.state.chunks(d_model).zip(state.chunks(d_model));
+        let dots = dots.map(|(d, state)| d.iter().zip(state).map(|(d, x)| d * x).sum::<f64>());
+        let shift: Vec<f64> = cotangents.lse.iter().zip(dots).map(|(d_lse, dot)| d_lse - dot).collect();
+        let token = shift.chunks(outputs).flat_map(|shift| [&[f64::NAN; 2], shift].concat()).collect::<Vec<_>>();
+        let d_token = Buffer::arena(client, [reads, first], &[tokens, 2 + outputs], F32, &token);
+        let d_query = Buffer::arena(client, [reads, first], &[outputs, d_model], F32, queries);
+
+        let mut states = Vec::new();
+        for entry in (0..entries).rev() {
+            let unseen = (0..branches).filter(|&branch| self.visible(branch) <= entry).count();
+            let d_value = Buffer::output(client, &[tokens, streams, d_model], dtype);
+            let operands = PrefixBwdHistory {
+                value: value.operand(),
+                inv_rms: inv_rms.operand(),
+                query: query.operand(),
+                lse: lse.operand(),
+                logit: logit.operand(),
+                d_state: d_state.operand(),
+                d_token: d_token.operand(),
+                d_value: d_value.operand(),
+                entry,
+                first: first + unseen,
+                last: first + branches,
+            };
+            if entry == 0 {
+                self.assert_sum_over_streams(client, dtype, tuning, operands, &logit);
+            }
+            prefix_bwd_history(client, operands, routing, tuning).unwrap();
+            states.splice(0..0, d_value.read());
+        }
+        let logit = logit.rows(0, entries);
+        assert!(logit.iter().enumerate().all(|(k, x)| self.sees(k) || x.is_nan()), "a logit of no concern changed");
+        let d_logit = Buffer::arena(client, [entries + 1, 0], &[reads, tokens, outputs], F32, &logit);
+        let operands = PrefixBwdQuery {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            d_logit: d_logit.operand(),
+            d_query: d_query.operand(),
+            entries,
+            first,
+            reads: first + branches,
+            branches_per_block: self.branches_per_block,
+        };
+        prefix_bwd_query(client, operands, routing).unwrap();
+        Gradients { states, queries: d_query.rows(first, branches) }
+    }
+
+    /// The gradient of an embedding is the sum over the streams of what `operands` give, on logits of its own.
+    fn assert_sum_over_streams(
+        &self,
+        client: &Client,
+        dtype: ElemType,
+        tuning: Tuning,
+        operands: PrefixBwdHistory,
+        logit: &Buffer,
+    ) {
+        let Self { tokens, streams, d_model, entries, outputs, .. } = *self;
+        let [apart, summed] = [true, false].map(|apart| {
+            let shape = [entries + 1, self.reads(), tokens, outputs];
+            let logit = Buffer::new(client, &shape, F32, &logit.read());
+            let shape: &[usize] = if apart { &[tokens, streams, d_model] } else { &[tokens, d_model] };
+            let d_value = Buffer::output(client, shape, dtype);
+            let operands = PrefixBwdHistory { logit: logit.operand(), d_value: d_value.operand(), ..operands };
+            prefix_bwd_history(client, operands, self.routing, tuning).unwrap();
+            d_value.read()
+        });
+        if apart.iter().any(|x| !x.is_finite()) {
+            return; // a test that puts such a value in
+        }
+        let sums: Vec<f64> = (0..tokens * d_model)
+            .map(|k| (0..streams).map(|j| apart[(k / d_model * streams + j) * d_model + k % d_model]).sum())
+            .collect();
+        // Streams may cancel where they are rounded one by one.
+        let least = (apart.iter().map(|x| x * x).sum::<f64>() / apart.len().max(1) as f64).sqrt();
+        assert!(relative_error(&summed, &sums, least) <= bound(dtype), "an embedding's gradient is the streams' sum");
+    }
+
+    /// Automatic differentiation of the composed operation in f64.
+    fn truth_bwd(&self, cotangents: &Cotangents) -> Gradients {
+        let Self { tokens, streams, d_model, entries, branches, outputs, .. } = *self;
+        let queries = leaf(&self.all_queries(), [branches, streams, d_model]);
+        let (_, states) = history(&self.states, [entries, tokens, streams, d_model], self.eps, leaf);
+        let heads = tokens * outputs;
+        let mut loss = leaf(&[0.0], [1]);
+        for (block, entries) in self.blocks() {
+            let first = History::new(states[0].clone(), self.eps);
+            let history = states[1..entries].iter().cloned().fold(first, History::append);
+            let found = prefix(&history, queries.clone().slice([block.clone()]), self.routing);
+            for (branch, Retrieved { lse, state }) in block.zip(found) {
+                let d_lse = leaf(&cotangents.lse[branch * heads..][..heads], [tokens, outputs]);
+                let d_state = &cotangents.state[branch * heads * d_model..][..heads * d_model];
+                let d_state = leaf(d_state, [tokens, outputs, d_model]);
+                let narrowed = (lse.narrow(1, 0, outputs), state.narrow(1, 0, outputs));
+                loss = loss + (narrowed.0 * d_lse).sum() + (narrowed.1 * d_state).sum();
+            }
+        }
+        let gradients = loss.backward();
+        let queries = gradient(&queries, &gradients);
+        Gradients {
+            states: states.iter().flat_map(|state| gradient(state, &gradients)).collect(),
+            queries: queries.chunks(streams * d_model).flat_map(|query| query[..outputs * d_model].to_vec()).collect(),
+        }
+    }
+}
+
+#[test]
+fn golden_backward() {
+    for (client, device) in clients() {
+        for case in golden_cases("prefix_") {
+            let problem = Problem::golden(&case);
+            let token_major = |name| case.tensor(name).unwrap().swap_axes(1).values;
+            let cotangents = Cotangents { lse: token_major("cot.zeta"), state: token_major("cot.hist") };
+            let truth =
+                Gradients { states: token_major("grad.H"), queries: case.tensor("grad.q").unwrap().values.clone() };
+            let nothing = vec![0.0; problem.queries.len()];
+            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                let found = problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, &nothing);
+                let least = if case.is_extreme() { 1e-3 } else { 1e-5 };
+                found.assert_close(&truth, bound(dtype).max(least), &format!("{} in {dtype} on {device}", case.name));
+            }
+        }
+    }
+}
+
+/// The widths and groups of the forward; more queries than one step takes, all routings by the golden cases.
+#[test]
+fn backward_of_any_size() {
+    for (client, device) in clients() {
+        let sized = [
+            Problem::new([5, 2, 1], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([5, 2, 3], 1, 2, Routing::CrossKey, 3.0),
+            Problem::new([1, 2, 37], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([5, 2, 130], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([5, 2, 257], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([3, 2, 24], 64, 11, Routing::CrossKey, 3.0),
+            Problem::new([3, 1, 24], 5, 3, Routing::SelfKeyValue, 3.0),
+            Problem::new([700, 2, 3], 3, 2, Routing::CrossKey, 3.0),
+            Problem::projected(5, 24, 3, 2),
+            Problem::projected(3, 130, 9, 11),
+        ];
+        for problem in sized {
+            let Problem { tokens, streams, d_model, entries, branches, .. } = problem;
+            let cotangents = problem.cotangents();
+            let truth = problem.truth_bwd(&cotangents);
+            let nothing = vec![0.0; problem.queries.len()];
+            for tuning in reductions(&client) {
+                let about = format!(
+                    "{tokens} × {streams} × {d_model}, {entries} entries, {branches} queries on {device}, {tuning:?}"
+                );
+                let found = problem.run_bwd(&client, F32, tuning, &cotangents, &nothing);
+                found.assert_close(&truth, 1e-5, &about);
+                let again = problem.run_bwd(&client, F32, tuning, &cotangents, &nothing);
+                assert_eq!(found, again, "{about}: other bits");
+            }
+        }
+        let empty = Problem::new([0, 2, 24], 3, 4, Routing::CrossKey, 3.0);
+        let queries = values(5, 4 * 2 * 24, 1.0);
+        let found = empty.run_bwd(&client, F32, Tuning::default(), &empty.cotangents(), &queries);
+        assert_eq!(found, Gradients { states: Vec::new(), queries }, "{device}");
+    }
+}
+
+/// A pass of blocks: every read sees the entries before its block only, gradients are added to what is there, and rows
+/// before the first read stay.
+#[test]
+fn backward_of_a_pass() {
+    for (client, device) in clients() {
+        for (first, branches, branches_per_block, entries) in [(0, 13, 4, 4), (3, 21, 2, 9), (1, 4, 8, 1)] {
+            for routing in Routing::ALL {
+                let problem = Problem::new([5, 2, 24], entries, branches, routing, 3.0);
+                let problem = Problem { first, branches_per_block, ..problem };
+                let cotangents = problem.cotangents();
+                let mut truth = problem.truth_bwd(&cotangents);
+                let queries = values(5, problem.queries.len(), 1.0);
+                truth.queries.iter_mut().zip(&queries).for_each(|(sum, x)| *sum += x);
+                for dtype in [F32, F16].into_iter().filter(|&dtype| stores(&client, dtype)) {
+                    let found = problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, &queries);
+                    let about = format!("{branches} reads from {first}, {routing:?}, {dtype} on {device}");
+                    found.assert_close(&truth, bound(dtype), &about);
+                }
+            }
+        }
     }
 }
 
@@ -325,6 +622,106 @@ fn one_token_never_leaks_into_another() {
             assert_only_token(&about, &found.lse, &clean.lse, [5, 2, 2]);
             assert_only_token(&about, &found.logit, &clean.logit, [5, 2, 2]);
             assert_only_token(&about, &found.state, &clean.state, [5, 2, 2 * 24]);
+        }
+    }
+}
+
+#[test]
+fn no_gradient_of_one_token_leaks_into_another() {
+    for (client, device) in clients() {
+        let problem = Problem::new([5, 2, 24], 5, 4, Routing::CrossKey, 3.0);
+        let mut cotangents = problem.cotangents();
+        let nothing = vec![0.0; problem.queries.len()];
+        let run = |cotangents: &Cotangents| problem.run_bwd(&client, F32, Tuning::default(), cotangents, &nothing);
+        let clean = run(&cotangents);
+        for poison in [f64::NAN, f64::INFINITY] {
+            cotangents.lse[2 * 2] = poison; // query 0, token 2
+            let found = run(&cotangents);
+            assert_only_token(&format!("{poison} on {device}"), &found.states, &clean.states, [5, 2, 2 * 24]);
+        }
+    }
+}
+
+#[test]
+fn refused_backward() {
+    for (client, _) in clients() {
+        let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
+        let (value, inv_rms, query) = (buffer(&[3, 5, 2, 8]), buffer(&[3, 5, 2]), buffer(&[4, 2, 8]));
+        let (lse, logit, state) = (buffer(&[4, 5, 2]), buffer(&[3, 4, 5, 2]), buffer(&[4, 5, 2, 8]));
+        let (d_token, d_value) = (buffer(&[4, 5, 4]), buffer(&[5, 2, 8]));
+        let right = PrefixBwdHistory {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            d_state: state.operand(),
+            d_token: d_token.operand(),
+            d_value: d_value.operand(),
+            entry: 2,
+            first: 1,
+            last: 4,
+        };
+        let run = |operands| {
+            let run = prefix_bwd_history(&client, operands, Routing::CrossKey, Tuning::default());
+            run.map_err(|error| error.to_string())
+        };
+        assert_eq!(run(right), Ok(()));
+        for (operands, message) in [
+            (
+                PrefixBwdHistory { last: 5, ..right },
+                "prefix_bwd_history: `first and last` is 1 to 5, expected a range of the 4 reads",
+            ),
+            (
+                PrefixBwdHistory { first: 3, last: 2, ..right },
+                "prefix_bwd_history: `first and last` is 3 to 2, expected a range of the 4 reads",
+            ),
+            (
+                PrefixBwdHistory { entry: 3, ..right },
+                "prefix_bwd_history: `value` has shape [3, 5, 2, 8], expected [capacity, tokens, streams, d_model] with \
+                 capacity ≥ 4",
+            ),
+            (
+                PrefixBwdHistory { d_token: lse.operand(), ..right },
+                "prefix_bwd_history: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + outputs] = [4, 5, 4]",
+            ),
+            (
+                PrefixBwdHistory { d_value: inv_rms.operand(), ..right },
+                "prefix_bwd_history: `d_value` has shape [3, 5, 2], expected [tokens, streams, d_model] = [5, 2, 8]",
+            ),
+        ] {
+            assert_eq!(run(operands).unwrap_err(), message);
+        }
+
+        let right = PrefixBwdQuery {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            d_logit: logit.operand(),
+            d_query: query.operand(),
+            entries: 3,
+            first: 1,
+            reads: 4,
+            branches_per_block: 1,
+        };
+        let run = |operands| prefix_bwd_query(&client, operands, Routing::CrossKey).map_err(|error| error.to_string());
+        assert_eq!(run(right), Ok(()));
+        for (operands, message) in [
+            (
+                PrefixBwdQuery { d_query: state.operand(), ..right },
+                "prefix_bwd_query: `d_query` has shape [4, 5, 2, 8], expected [reads, outputs, d_model] with reads ≥ 1 \
+                 and outputs ≥ 1",
+            ),
+            (
+                PrefixBwdQuery { reads: 5, ..right },
+                "prefix_bwd_query: `first and reads` is 1 to 5, expected a range of the 4 rows of `d_query`",
+            ),
+            (
+                PrefixBwdQuery { branches_per_block: 0, ..right },
+                "prefix_bwd_query: `branches_per_block` is 0, expected at least 1",
+            ),
+            (PrefixBwdQuery { entries: 0, ..right }, "prefix_bwd_query: `entries` is 0, expected at least 1"),
+        ] {
+            assert_eq!(run(operands).unwrap_err(), message);
         }
     }
 }

@@ -4,12 +4,12 @@ use dar_burn::Routing;
 use dar_burn::ops::{
     GateWeights, Retrieved, SiteWeights, merge, residual_read, residual_read_first, write, write_first,
 };
-use dar_kernels::read::{Open, ReadFwd, read_fwd};
+use dar_kernels::read::{Open, OpenBwd, ReadBwd, ReadFwd, read_bwd, read_fwd};
 use dar_kernels::{Tuning, launches};
 
 use super::support::{
-    Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, host, reductions,
-    routing, stores, truth,
+    BF16, Buffer, EPS, F16, F32, STORAGE, SiteBuffers, assert_close, assert_only_token, bound, clients, golden_cases,
+    gradient, host, leaf, reductions, routing, stores, truth,
 };
 use crate::support::golden::Case;
 use crate::support::host::values;
@@ -353,6 +353,366 @@ impl Found {
     }
 }
 
+/// What reaches the outputs of a read, and of the write of the branch that follows it.
+struct Cotangents {
+    input: Vec<f64>,          // [tokens, d_model]
+    written: Option<Written>, // none for a read that no branch follows
+}
+
+struct Written {
+    beta: Vec<f64>,  // [tokens, 2], with a site
+    after: Vec<f64>, // [tokens, streams, d_model], where a block is open
+}
+
+/// Gradients of a read and of the write before it.
+#[derive(Debug, PartialEq)]
+struct Gradients {
+    state: Vec<f64>,     // [tokens, streams, d_model]
+    shift: Vec<f64>,     // [tokens, streams]
+    partial: Vec<f64>,   // [tokens, streams, d_model], here and below empty where no block is open
+    output: Vec<f64>,    // [tokens, d_model]
+    beta: Vec<f64>,      // [tokens, 2], of the branch before
+    query: Vec<f64>,     // [streams, d_model]
+    site: Vec<Vec<f64>>, // weight, bias and scale of alpha, beta, rho; empty if frozen
+}
+
+impl Problem {
+    fn cotangents(&self, written: bool) -> Cotangents {
+        Cotangents {
+            input: values(40, self.tokens * self.d_model, 1.0),
+            written: written.then(|| Written {
+                beta: values(41, self.tokens * 2, 1.0),
+                after: values(42, self.tokens * self.streams * self.d_model, 1.0),
+            }),
+        }
+    }
+
+    /// Forward, then backward; also the state that the forward wrote.
+    fn run_bwd(
+        &self,
+        client: &Client,
+        dtype: ElemType,
+        tuning: Tuning,
+        cotangents: &Cotangents,
+        trained: bool,
+    ) -> (Gradients, Vec<f64>) {
+        let Self { tokens, streams, d_model, .. } = *self;
+        let saved = self.forward(client, dtype, tuning);
+        let (gated, sited) = (saved.gate.is_some(), self.site.is_some());
+        let written = cotangents.written.as_ref();
+        let d_input = Buffer::new(client, &[tokens, d_model], dtype, &cotangents.input);
+        // Only what is read is there: d_beta of this read.
+        let beta = written.filter(|_| sited).map_or_else(Vec::new, |written| {
+            let tokens = written.beta.chunks(2);
+            tokens.flat_map(|beta| [beta, &vec![f64::NAN; streams]].concat()).collect::<Vec<_>>()
+        });
+        let d_token = Buffer::arena(client, [READS, READ], &[tokens, 2 + streams], F32, &beta);
+        let d_query = Buffer::output(client, &[READS, streams, d_model], F32);
+        let state = [tokens, streams, d_model];
+        let d_partial = match written {
+            Some(written) => Buffer::new(client, &state, dtype, &written.after),
+            None => Buffer::output(client, &state, dtype),
+        };
+        let d_output = Buffer::output(client, &[tokens, d_model], dtype);
+        let parameters = SiteBuffers::new(client, d_model, F32, None);
+        let operands = ReadBwd {
+            state: saved.state.operand(),
+            slot: SLOT,
+            lse: saved.lse.operand(),
+            query: saved.query.operand(),
+            site: saved.site.as_ref().map(Buffer::operand),
+            gate: saved.gate.as_ref().map(Buffer::operand),
+            d_input: d_input.operand(),
+            written: written.is_some(),
+            open: saved.open.as_ref().map(|open| OpenBwd {
+                partial: open.partial.operand(),
+                d_partial: d_partial.operand(),
+                output: gated.then(|| open.output.operand()),
+                d_output: Some(d_output.operand()),
+            }),
+            d_token: d_token.operand(),
+            d_site: (trained && sited).then(|| parameters.operands()),
+            d_query: d_query.operand(),
+            read: READ,
+            eps: self.eps,
+        };
+        let before = launches();
+        read_bwd(client, operands, self.routing, tuning).unwrap();
+        assert!(tokens == 0 || launches() > before);
+
+        let open = |buffer: &Buffer| if self.open.is_some() { buffer.read() } else { Vec::new() };
+        let token = d_token.rows(READ - 1, 2);
+        let (earlier, own) = token.split_at(tokens * (2 + streams));
+        let d_beta: Vec<f64> = earlier.chunks(2 + streams).flat_map(|token| token[..2].to_vec()).collect();
+        let others = earlier.chunks(2 + streams).flat_map(|token| &token[2..]);
+        assert!({ others }.all(|x| x.is_nan()), "the shift of the read before changed");
+        let wrote_beta = self.open.is_some() && gated;
+        assert!(wrote_beta || d_beta.iter().all(|x| x.is_nan()), "the gradient of a beta of no concern changed");
+        let gradients = Gradients {
+            state: saved.state.rows(SLOT, 1),
+            shift: own.chunks(2 + streams).flat_map(|token| token[2..].to_vec()).collect(),
+            partial: open(&d_partial),
+            output: open(&d_output),
+            beta: if wrote_beta { d_beta } else { Vec::new() },
+            query: d_query.rows(READ, usize::from(self.open.is_some())),
+            site: if trained && sited { parameters.read() } else { Vec::new() },
+        };
+        (gradients, saved.open.map_or_else(Vec::new, |open| open.partial.read()))
+    }
+
+    /// Automatic differentiation of the composed operations in f64, from the state that the branch before wrote.
+    fn truth_bwd(&self, partial: &[f64], cotangents: &Cotangents) -> Gradients {
+        let Self { tokens, streams, d_model, .. } = *self;
+        let state = [tokens, streams, d_model];
+        let Graph { retrieved, open, site, input, gates } = self.graph(partial, leaf, leaf, leaf);
+        let mut loss = (input * leaf(&cotangents.input, [tokens, d_model])).sum();
+        if let Some(written) = &cotangents.written {
+            let after = match (&open, gates) {
+                (Some(open), Some((beta, rho))) => {
+                    loss = loss + (beta * leaf(&written.beta, [tokens, 2])).sum();
+                    // The transport of a write of nothing.
+                    let nothing = leaf(&vec![0.0; tokens * d_model], [tokens, d_model]);
+                    let no_beta = leaf(&vec![0.0; tokens * 2], [tokens, 2]);
+                    Some(write(open.partial.clone(), nothing, no_beta, rho.unwrap()))
+                }
+                (None, Some((beta, _))) => {
+                    loss = loss + (beta * leaf(&written.beta, [tokens, 2])).sum();
+                    None
+                }
+                (Some(open), None) => Some(open.partial.clone()),
+                (None, None) => None,
+            };
+            if let Some(after) = after {
+                loss = loss + (after * leaf(&written.after, state)).sum();
+            }
+        }
+        let gradients = loss.backward();
+        let d_state = gradient(&retrieved, &gradients);
+        let d_lse = open.as_ref().map_or_else(|| vec![0.0; tokens * streams], |open| gradient(&open.lse, &gradients));
+        let d_partial = open.as_ref().map_or_else(Vec::new, |open| gradient(&open.partial, &gradients));
+        let [output, beta] = self.truth_bwd_of_write(&d_partial);
+        let site = site.map_or_else(Vec::new, |SiteWeights { alpha, beta, rho }| {
+            let gates = [alpha, beta, rho].map(|gate| {
+                let GateWeights { weight, bias, scale } = gate;
+                [gradient(&weight, &gradients), gradient(&bias, &gradients), gradient(&scale, &gradients)]
+            });
+            gates.into_iter().flatten().collect()
+        });
+        let dots = d_state.chunks(d_model).zip(self.state.chunks(d_model));
+        let dots = dots.map(|(d, x)| d.iter().zip(x).map(|(d, x)| d * x).sum::<f64>());
+        Gradients {
+            shift: d_lse.iter().zip(dots).map(|(d_lse, dot)| d_lse - dot).collect(),
+            state: d_state,
+            partial: d_partial,
+            output,
+            beta,
+            query: open.map_or_else(Vec::new, |open| gradient(&open.query, &gradients)),
+            site,
+        }
+    }
+
+    /// Gradients of output and beta of the branch before, from that of the state after it.
+    fn truth_bwd_of_write(&self, d_partial: &[f64]) -> [Vec<f64>; 2] {
+        let Self { tokens, d_model, .. } = *self;
+        let Some(open) = &self.open else { return [Vec::new(), Vec::new()] };
+        let Some(gates) = &open.gates else { return [d_partial.to_vec(), Vec::new()] };
+        let (output, beta) = (leaf(&open.output, [tokens, d_model]), leaf(&gates.beta, [tokens, 2]));
+        let state = write_first(output.clone(), beta.clone());
+        let gradients = (state * leaf(d_partial, [tokens, 2, d_model])).sum().backward();
+        [gradient(&output, &gradients), gradient(&beta, &gradients)]
+    }
+}
+
+impl Gradients {
+    #[track_caller]
+    fn assert_close(&self, truth: &Self, dtype: ElemType, about: &str) {
+        assert_close(
+            about,
+            &[
+                ("d_state", &self.state, &truth.state, bound(dtype)),
+                // Of the state's gradient as it is stored.
+                ("shift", &self.shift, &truth.shift, bound(dtype)),
+                ("d_partial", &self.partial, &truth.partial, bound(dtype)),
+                ("d_output", &self.output, &truth.output, bound(dtype)),
+                ("d_beta", &self.beta, &truth.beta, 1e-5),
+                ("d_query", &self.query, &truth.query, 1e-5),
+            ],
+        );
+        for (k, gate) in ["alpha", "beta", "rho"].into_iter().enumerate().take(self.site.len() / 3) {
+            assert_close(about, &[(&format!("{gate}.weight"), &self.site[3 * k], &truth.site[3 * k], 1e-5)]);
+        }
+        // Together, for a sum over tokens may cancel in one of them.
+        let scalars = |gradients: &Self| {
+            let parameters = gradients.site.iter().enumerate().filter(|(k, _)| k % 3 > 0);
+            parameters.flat_map(|(_, values)| values.clone()).collect::<Vec<_>>()
+        };
+        if !self.site.is_empty() {
+            assert_close(about, &[("biases and scales", &scalars(self), &scalars(truth), 1e-5)]);
+        }
+        assert!(self.site.is_empty() || self.site.len() == truth.site.len(), "{about}");
+    }
+}
+
+/// All routings, kinds and types at one size; any width, no token, one, more than the first stage has cubes for at once.
+#[test]
+fn backward_of_any_size() {
+    for (client, device) in clients() {
+        let routed = Routing::ALL.map(|routing| (7, 24, routing));
+        let sized = [(5, 1), (5, 3), (1, 37), (5, 130), (3, 257), (2100, 3)];
+        let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey));
+        for (tokens, d_model, routing) in routed.into_iter().chain(sized) {
+            for kind in KINDS {
+                // The other kinds differ in what they leave out.
+                if d_model != 24 && !matches!(kind, Kind::First | Kind::Later | Kind::Plain { first: false }) {
+                    continue;
+                }
+                let problem = Problem::new(tokens, d_model, routing, kind);
+                for written in [true, false].into_iter().filter(|&written| !(written && kind == Kind::Output)) {
+                    // Two streams without gates are never written.
+                    if written && matches!(kind, Kind::Completed(2 | 4)) || !written && problem.site.is_some() {
+                        continue;
+                    }
+                    let cotangents = problem.cotangents(written);
+                    for tuning in reductions(&client) {
+                        let about = format!(
+                            "{tokens} × {d_model}, {routing:?}, {kind:?}, written {written}, on {device}, {tuning:?}"
+                        );
+                        let (found, partial) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
+                        found.assert_close(&problem.truth_bwd(&partial, &cotangents), F32, &about);
+                        let (again, _) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
+                        assert_eq!(found, again, "{about}: other bits");
+                    }
+                    if d_model == 24 {
+                        for dtype in [F16, BF16].into_iter().filter(|&dtype| stores(&client, dtype)) {
+                            let about = format!("{routing:?}, {kind:?}, written {written}, {dtype} on {device}");
+                            let (found, partial) =
+                                problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, true);
+                            found.assert_close(&problem.truth_bwd(&partial, &cotangents), dtype, &about);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A read whose branch has not been written is one whose write passes nothing back.
+#[test]
+fn backward_of_an_unwritten_branch() {
+    for (client, device) in clients() {
+        for kind in [Kind::First, Kind::Second, Kind::Later] {
+            let problem = Problem::new(5, 24, Routing::CrossKey, kind);
+            let cotangents = problem.cotangents(false);
+            let (found, partial) = problem.run_bwd(&client, F32, Tuning::default(), &cotangents, true);
+            found.assert_close(&problem.truth_bwd(&partial, &cotangents), F32, &format!("{kind:?} on {device}"));
+        }
+    }
+}
+
+/// Frozen parameters change no other gradient.
+#[test]
+fn backward_of_a_frozen_site() {
+    for (client, device) in clients() {
+        for kind in [Kind::First, Kind::Second, Kind::Later] {
+            let problem = Problem::new(5, 130, Routing::CrossKey, kind);
+            let cotangents = problem.cotangents(true);
+            let (trained, _) = problem.run_bwd(&client, F32, Tuning::default(), &cotangents, true);
+            let (frozen, _) = problem.run_bwd(&client, F32, Tuning::default(), &cotangents, false);
+            assert_eq!(frozen, Gradients { site: Vec::new(), ..trained }, "{kind:?} on {device}");
+        }
+    }
+}
+
+/// Gradients of parameters without tokens are zero, and nothing else is there.
+#[test]
+fn backward_of_no_token() {
+    for (client, device) in clients() {
+        for kind in KINDS {
+            let problem = Problem::new(0, 24, Routing::CrossKey, kind);
+            let written = problem.site.is_some();
+            let (found, _) = problem.run_bwd(&client, F32, Tuning::default(), &problem.cotangents(written), true);
+            assert!(found.state.is_empty() && found.partial.is_empty() && found.shift.is_empty(), "{device}");
+            let parameters = found.site.iter().flatten().chain(&found.query);
+            assert!({ parameters }.all(|&x| x == 0.0), "{kind:?} on {device}");
+        }
+    }
+}
+
+/// Every gradient of the golden cases.
+#[test]
+fn golden_backward() {
+    for (client, device) in clients() {
+        for case in golden_cases("read_") {
+            let problem = Problem::golden(&case);
+            let d_model = problem.d_model;
+            let tensor = |name: &str| case.tensor(name).map(|tensor| tensor.values.clone()).ok();
+            let token_major = |name: &str| case.tensor(name).map(|tensor| tensor.swap_axes(0).values).ok();
+            let written = Written {
+                beta: tensor("cot.beta").unwrap(),
+                after: token_major("cot.carried").unwrap_or_else(|| vec![0.0; problem.state.len()]),
+            };
+            let cotangents = Cotangents { input: tensor("cot.h").unwrap(), written: Some(written) };
+            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                let about = format!("{} in {dtype} on {device}", case.name);
+                let (found, _) = problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, true);
+                let dots = found.state.chunks(d_model).zip(problem.state.chunks(d_model));
+                let dots = dots.map(|(d, x)| d.iter().zip(x).map(|(d, x)| d * x).sum::<f64>());
+                let d_lse: Vec<f64> = found.shift.iter().zip(dots).map(|(shift, dot)| shift + dot).collect();
+                let scale = |k: usize| case.tensor("grad.scale").map(|scale| vec![scale.values[k]]).ok();
+                let [alpha, beta, rho] = [0, 1, 2].map(|gate| &found.site[3 * gate..][..3]);
+                let all = [
+                    ("d_state", &found.state, token_major("grad.hist"), bound(dtype)),
+                    ("d_partial", &found.partial, token_major("grad.P"), bound(dtype)),
+                    ("d_lse", &d_lse, token_major("grad.zeta"), 1e-5),
+                    ("d_query", &found.query, tensor("grad.q"), 1e-5),
+                    ("alpha.weight", &alpha[0], tensor("grad.Wa"), 1e-5),
+                    ("alpha.bias", &alpha[1], tensor("grad.ba"), 1e-5),
+                    ("alpha.scale", &alpha[2], scale(0), 1e-5),
+                    ("beta.weight", &beta[0], tensor("grad.Wb"), 1e-5),
+                    ("beta.bias", &beta[1], tensor("grad.bb"), 1e-5),
+                    ("beta.scale", &beta[2], scale(1), 1e-5),
+                    ("rho.weight", &rho[0], tensor("grad.Wr"), 1e-5),
+                    ("rho.bias", &rho[1], tensor("grad.br"), 1e-5),
+                    ("rho.scale", &rho[2], scale(2), 1e-5),
+                ];
+                let mut checked = 0;
+                for (name, got, truth, bound) in &all {
+                    if let Some(truth) = truth {
+                        assert_close(&about, &[(*name, &got[..], &truth[..], *bound)]);
+                        checked += 1;
+                    }
+                }
+                let expected = match case.op().unwrap() {
+                    "residual_read_first" => 5,
+                    "residual_read" => 10,
+                    _ => 13, // with scales
+                };
+                assert_eq!(checked, expected, "{about}: not every gradient was compared");
+            }
+        }
+    }
+}
+
+#[test]
+fn no_gradient_of_one_token_leaks_into_another() {
+    for (client, device) in clients() {
+        for poison in [f64::NAN, f64::INFINITY] {
+            let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
+            let mut cotangents = problem.cotangents(true);
+            let run = |cotangents: &Cotangents| problem.run_bwd(&client, F32, Tuning::default(), cotangents, true).0;
+            let clean = run(&cotangents);
+            cotangents.input[2 * 130 + 7] = poison;
+            let found = run(&cotangents);
+            let about = format!("{poison} on {device}");
+            assert_only_token(&about, &found.state, &clean.state, [5, 2, 260]);
+            assert_only_token(&about, &found.partial, &clean.partial, [5, 2, 260]);
+            assert_only_token(&about, &found.output, &clean.output, [5, 2, 130]);
+            assert_only_token(&about, &found.shift, &clean.shift, [5, 2, 2]);
+            assert_only_token(&about, &found.beta, &clean.beta, [5, 2, 2]);
+        }
+    }
+}
+
 #[test]
 fn golden() {
     for (client, device) in clients() {
@@ -384,7 +744,7 @@ fn any_size() {
         let sized = [(5, 1), (5, 3), (1, 37), (5, 130), (3, 257), (0, 8)];
         let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey, F32));
         let routed = Routing::ALL.map(|routing| (5, 24, routing, F32));
-        let stored = [F16, super::support::BF16].map(|dtype| (5, 130, Routing::CrossKey, dtype));
+        let stored = [F16, BF16].map(|dtype| (5, 130, Routing::CrossKey, dtype));
         for (tokens, d_model, routing, dtype) in sized.into_iter().chain(routed).chain(stored) {
             if !stores(&client, dtype) {
                 continue;
@@ -496,6 +856,67 @@ fn refusals_name_operation_argument_expected_and_got() {
                 ReadFwd { open: Some(Open { output: input.operand(), ..open }), site: None, gate: None, ..right },
                 "read_fwd: `outputs of the state` is 2, expected 1 where a block is open without `gate`",
             ),
+        ] {
+            assert_eq!(run(operands).unwrap_err().to_string(), message);
+        }
+    }
+}
+
+#[test]
+fn refused_backward() {
+    for (client, _) in clients() {
+        let buffer = |shape: &[usize]| Buffer::new(&client, shape, F32, &vec![1.0; shape.iter().product()]);
+        let (state, query, lse) = (buffer(&[3, 5, 2, 8]), buffer(&[4, 2, 8]), buffer(&[4, 5, 2]));
+        let (site, gate, d_input) = (buffer(&[88]), buffer(&[4, 5, 5]), buffer(&[5, 8]));
+        let (partial, d_partial, d_token) = (buffer(&[5, 2, 8]), buffer(&[5, 2, 8]), buffer(&[4, 5, 4]));
+        let (output, d_output, d_query) = (buffer(&[5, 8]), buffer(&[5, 8]), buffer(&[4, 2, 8]));
+        let (parameters, wide) = (SiteBuffers::new(&client, 8, F32, None), SiteBuffers::new(&client, 9, F32, None));
+        let open = OpenBwd {
+            partial: partial.operand(),
+            d_partial: d_partial.operand(),
+            output: Some(output.operand()),
+            d_output: Some(d_output.operand()),
+        };
+        let right = ReadBwd {
+            state: state.operand(),
+            slot: 2,
+            lse: lse.operand(),
+            query: query.operand(),
+            site: Some(site.operand()),
+            gate: Some(gate.operand()),
+            d_input: d_input.operand(),
+            written: true,
+            open: Some(open),
+            d_token: d_token.operand(),
+            d_site: Some(parameters.operands()),
+            d_query: d_query.operand(),
+            read: 3,
+            eps: EPS,
+        };
+        let run = |operands| read_bwd(&client, operands, Routing::CrossKey, Tuning::default());
+        assert_eq!(run(right), Ok(()));
+        for (operands, message) in [
+            (
+                ReadBwd { d_site: Some(wide.operands()), ..right },
+                "read_bwd: `alpha.weight` has shape [18, 2], expected [2 * d_model, outputs] = [16, 2]",
+            ),
+            (
+                ReadBwd { site: None, d_site: None, ..right },
+                "read_bwd: `site` is none, expected the gates of the branch that was `written`",
+            ),
+            (
+                ReadBwd { site: None, written: false, ..right },
+                "read_bwd: `site` is none, expected the parameters whose gradients `d_site` takes",
+            ),
+            (
+                ReadBwd { open: Some(OpenBwd { output: None, ..open }), ..right },
+                "read_bwd: `open.output` is none, expected what the gated branch computed",
+            ),
+            (
+                ReadBwd { d_token: lse.operand(), ..right },
+                "read_bwd: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + outputs] = [4, 5, 4]",
+            ),
+            (ReadBwd { read: 0, ..right }, "read_bwd: `read` is 0, expected at least 1 where a block is open"),
         ] {
             assert_eq!(run(operands).unwrap_err().to_string(), message);
         }

@@ -9,6 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use dar_burn::Routing;
 use dar_burn::ops::History;
+use dar_kernels::site::{GateOperands, SiteOperands};
 use dar_kernels::{Operand, Reduction, Tuning};
 
 use crate::support::devices::{devices, flex, say};
@@ -82,7 +83,7 @@ impl Buffer {
         Self::new(client, shape, dtype, &vec![f64::NAN; shape.iter().product()])
     }
 
-    /// An output of `rows` rows, those from `first` on holding `values`, the others NaN. `shape`: of a row.
+    /// A tensor of `rows` rows, those from `first` on holding `values`, the others NaN. `shape`: of a row.
     pub fn arena(client: &Client, [rows, first]: [usize; 2], shape: &[usize], dtype: ElemType, values: &[f64]) -> Self {
         let length = shape.iter().product::<usize>();
         let mut all = vec![f64::NAN; rows * length];
@@ -115,6 +116,36 @@ impl Buffer {
             _ => bytes.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap()).into()).collect(),
         };
         values[..length].to_vec()
+    }
+}
+
+/// The nine parameters of a site, or room for their gradients.
+pub struct SiteBuffers([[Buffer; 3]; 3]);
+
+impl SiteBuffers {
+    /// `values`: weight `[2 * d_model, outputs]`, bias `[outputs]` and scale `[1]` of alpha, beta and rho; NaN without.
+    pub fn new(client: &Client, d_model: usize, dtype: ElemType, values: Option<&[[Vec<f64>; 3]; 3]>) -> Self {
+        let gate = |gate: usize, outputs: usize| {
+            let shapes = [&[2 * d_model, outputs][..], &[outputs], &[1]];
+            std::array::from_fn(|k| match values {
+                Some(values) => Buffer::new(client, shapes[k], dtype, &values[gate][k]),
+                None => Buffer::output(client, shapes[k], dtype),
+            })
+        };
+        Self([gate(0, 2), gate(1, 2), gate(2, 1)])
+    }
+
+    pub fn operands(&self) -> SiteOperands<'_> {
+        let [alpha, beta, rho] = self.0.each_ref().map(|[weight, bias, scale]| GateOperands {
+            weight: weight.operand(),
+            bias: bias.operand(),
+            scale: scale.operand(),
+        });
+        SiteOperands { alpha, beta, rho }
+    }
+
+    pub fn read(&self) -> Vec<Vec<f64>> {
+        self.0.iter().flatten().map(Buffer::read).collect()
     }
 }
 

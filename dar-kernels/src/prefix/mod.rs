@@ -25,7 +25,9 @@
 //! entries, S queries and two streams, beside the scalars of each token. The
 //! backward reads `4 S` for the shift, `2 + 2 S` an entry for its gradient and `2 b` for the queries, and writes `2 b`.
 
+mod bwd;
 mod config;
 mod fwd;
 
+pub use bwd::{PrefixBwdHistory, PrefixBwdQuery, prefix_bwd_history, prefix_bwd_query};
 pub use fwd::{PrefixFwd, prefix_fwd};

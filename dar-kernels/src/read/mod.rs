@@ -24,7 +24,9 @@
 //! whole pairs of streams; as they are scalars of a token, the products with W need no normalised copy. Bytes moved, in
 //! units of `tokens × d_model`: two for the retrieved state and two for the partial one are read, one is written.
 
+mod bwd;
 mod config;
 mod fwd;
 
+pub use bwd::{OpenBwd, ReadBwd, read_bwd};
 pub use fwd::{Open, ReadFwd, read_fwd};

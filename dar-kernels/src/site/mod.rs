@@ -10,10 +10,12 @@
 //! worth of time once a site and pass, and makes one binding of nine. All of it is f32.
 
 mod pack;
+mod sum;
 
 use cubecl::prelude::*;
 
 pub use pack::{PackSite, pack_site};
+pub(crate) use sum::SiteSum;
 
 use crate::KernelError;
 use crate::operand::{Check, Operand};

@@ -254,7 +254,7 @@ fn close_fwd_kernel<E: Float, N: Size>(
 
 /// What a write takes of the gates of a read and token, which are row `row` of them: beta of both streams, rho.
 #[cube]
-pub(crate) fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
+fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
     let mut gates = Array::<f32>::new(3usize);
     #[unroll]
     for k in 0usize..3 {

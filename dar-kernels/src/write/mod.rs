@@ -18,5 +18,5 @@ mod bwd;
 mod fwd;
 
 pub use bwd::{WriteBwd, write_bwd};
+pub(crate) use fwd::written;
 pub use fwd::{CloseFwd, WriteFwd, close_fwd, write_fwd};
-pub(crate) use fwd::{write_gates, written};

@@ -1,0 +1,453 @@
+use cubecl::prelude::*;
+
+use super::config::{PrefixConfig, Work};
+use crate::launch::{Tuning, cube_index, cubes};
+use crate::numeric::lane_sum;
+use crate::operand::{Check, F32, Operand};
+use crate::reduce::CubeSum;
+use crate::rows::{Rows, rows};
+use crate::{Dims, KernelError, Routing};
+
+/// The operands of [`prefix_bwd_history`]; `outputs` as in the [forward](super::PrefixFwd).
+#[derive(Debug, Clone, Copy)]
+pub struct PrefixBwdHistory<'a> {
+    /// Saved, f32, f16 or bf16: the history. `[capacity, tokens, streams, d_model]`
+    pub value: Operand<'a>,
+    /// Saved, f32. `[capacity, tokens, streams]`
+    pub inv_rms: Operand<'a>,
+    /// Saved, f32. `[reads, outputs, d_model]`
+    pub query: Operand<'a>,
+    /// Saved, f32. `[reads, tokens, outputs]`
+    pub lse: Operand<'a>,
+    /// In place, f32: the logits of this entry and these reads become their gradients.
+    /// `[capacity, reads, tokens, outputs]`
+    pub logit: Operand<'a>,
+    /// Input, in the type of `value`: the gradients of the retrieved states. `[reads, tokens, outputs, d_model]`
+    pub d_state: Operand<'a>,
+    /// Input, f32: behind two columns of no concern the shifts `d_lse - <d_state, state>`. `[reads, tokens, 2 + outputs]`
+    pub d_token: Operand<'a>,
+    /// Output, in the type of `value`: the gradient of the entry. `[tokens, streams, d_model]`, or its sum over the streams
+    /// `[tokens, d_model]` (the embedding)
+    pub d_value: Operand<'a>,
+    /// The entry.
+    pub entry: usize,
+    /// The first of the reads that saw the entry.
+    pub first: usize,
+    /// One past the last of them.
+    pub last: usize,
+}
+
+/// The gradient of one entry of the history, whole and once: by value, and by key through the norm.
+///
+/// # Errors
+/// If an operand has another shape, element type or a too short buffer, or `routing` does not fit the streams.
+pub fn prefix_bwd_history(
+    client: &Client,
+    operands: PrefixBwdHistory,
+    routing: Routing,
+    tuning: Tuning,
+) -> Result<(), KernelError> {
+    const NAME: &str = "prefix_bwd_history";
+    let PrefixBwdHistory { value, inv_rms, query, lse, logit, d_state, d_token, d_value, entry, first, last } =
+        operands;
+
+    let mut check = Check::of(NAME);
+    let capacity = check.room("value", &value, entry)?;
+    let dims = check.history(&value)?;
+    let Dims { tokens, streams, d_model } = dims;
+    let [reads, outputs] = check.queries("query", &query)?;
+    routing.check(NAME, streams, outputs)?;
+    if first > last || last > reads {
+        let got = format!("{first} to {last}");
+        return Err(KernelError::value(NAME, "first and last", format!("a range of the {reads} reads"), got));
+    }
+    check
+        .storage("value", &value, client)?
+        .shape("value", &value, "[capacity, tokens, streams, d_model]", &[capacity, tokens, streams, d_model])?
+        .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?
+        .fits("query", &query, F32, "[reads, outputs, d_model]", &[reads, outputs, d_model])?
+        .fits("lse", &lse, F32, "[reads, tokens, outputs]", &[reads, tokens, outputs])?
+        .fits("logit", &logit, F32, "[capacity, reads, tokens, outputs]", &[capacity, reads, tokens, outputs])?
+        .fits(
+            "d_state",
+            &d_state,
+            value.dtype,
+            "[reads, tokens, outputs, d_model]",
+            &[reads, tokens, outputs, d_model],
+        )?
+        .fits("d_token", &d_token, F32, "[reads, tokens, 2 + outputs]", &[reads, tokens, 2 + outputs])?;
+    let summed = d_value.shape.len() == 2;
+    if summed {
+        check.fits("d_value", &d_value, value.dtype, "[tokens, d_model]", &dims.branch())?;
+    } else {
+        check.fits("d_value", &d_value, value.dtype, "[tokens, streams, d_model]", &dims.state())?;
+    }
+    let address = check.address(client)?;
+    if tokens == 0 {
+        return Ok(());
+    }
+
+    let work = Work { dims, dtype: value.dtype, outputs, queries: last - first, routing };
+    let config = work.choose_history(client, tuning);
+    let lanes = config.row.lanes;
+    prefix_bwd_kernel_history::launch(
+        client,
+        cubes(client, tokens, 1),
+        config.row.cube_dim(),
+        address,
+        lanes,
+        value.argument(lanes),
+        inv_rms.argument(1),
+        query.argument(lanes),
+        lse.argument(1),
+        logit.argument(1),
+        d_state.argument(lanes),
+        d_token.argument(1),
+        d_value.argument(lanes),
+        entry,
+        first,
+        last,
+        reads,
+        tokens,
+        d_model / lanes,
+        d_model as f32,
+        summed,
+        config,
+        value.dtype,
+    );
+    Ok(())
+}
+
+#[cube(launch, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
+fn prefix_bwd_kernel_history<E: Float, N: Size>(
+    value: &[Vector<E, N>],       // [capacity, tokens, streams, vectors]
+    inv_rms: &[f32],              // [capacity, tokens, streams]
+    query: &[Vector<f32, N>],     // [reads, outputs, vectors]
+    lse: &[f32],                  // [reads, tokens, outputs]
+    logit: &mut [f32],            // [capacity, reads, tokens, outputs]
+    d_state: &[Vector<E, N>],     // [reads, tokens, outputs, vectors]
+    d_token: &[f32],              // [reads, tokens, 2 + outputs]
+    d_value: &mut [Vector<E, N>], // [tokens, streams or 1, vectors]
+    entry: usize,
+    first: usize,
+    last: usize,
+    reads: usize,
+    tokens: usize,
+    vectors: usize,
+    d_model: f32,
+    #[comptime] summed: bool,
+    #[comptime] config: PrefixConfig,
+    #[define(E)] _value_dtype: ElemType,
+) {
+    let token = cube_index();
+    if token >= tokens {
+        terminate!();
+    }
+    let streams = comptime!(config.streams);
+    let outputs = comptime!(config.outputs);
+    let group = comptime!(config.group);
+    let columns = comptime!(config.row.columns);
+    let units = comptime!(config.row.units);
+    let unit = UNIT_POS_X as usize;
+    let packed = (entry * tokens + token) * streams; // row of the history
+
+    let mut sums = CubeSum::new(comptime!(group * outputs), comptime!(config.row));
+    let mut values = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+    let mut by_value = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // sum of p d_state
+    let mut by_key = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // d_key = sum of d_logit q
+    let mut along = Array::<f32>::new(streams); // <d_key, key> = sum of d_logit logit
+    #[unroll]
+    for j in 0..streams {
+        along[j] = f32::new(0.0);
+        #[unroll]
+        for c in 0..columns {
+            let k = comptime!(j * columns + c);
+            let column = c * units + unit;
+            values[k] = Vector::new(0.0f32);
+            by_value[k] = Vector::new(0.0f32);
+            by_key[k] = Vector::new(0.0f32);
+            if column < vectors {
+                values[k] = Vector::cast_from(value[(packed + j) * vectors + column]);
+            }
+        }
+    }
+
+    for start in range_stepped(first, last, group) {
+        let mut gradients = Array::<Vector<f32, N>>::new(comptime!(group * outputs * columns));
+        let mut dots = Array::<f32>::new(comptime!(group * outputs));
+        // Before the sum, whose barrier lies between these loads and the gradients in their place.
+        let mut logits = Array::<f32>::new(comptime!(group * outputs));
+        #[unroll]
+        for s in 0..group {
+            #[unroll]
+            for j in 0..outputs {
+                let head = comptime!(s * outputs + j);
+                let from = comptime!(config.routing.value_stream(j));
+                logits[head] = f32::new(0.0);
+                if start + s < last {
+                    logits[head] = logit[((entry * reads + start + s) * tokens + token) * outputs + j];
+                }
+                let mut dot = Vector::<f32, N>::new(0.0f32);
+                #[unroll]
+                for c in 0..columns {
+                    let k = comptime!(head * columns + c);
+                    let column = c * units + unit;
+                    gradients[k] = Vector::new(0.0f32);
+                    if start + s < last && column < vectors {
+                        let row = ((start + s) * tokens + token) * outputs + j;
+                        gradients[k] = Vector::cast_from(d_state[row * vectors + column]);
+                    }
+                    dot += gradients[k] * values[comptime!(from * columns + c)];
+                }
+                dots[head] = lane_sum(dot); // c = <d_state, value>
+            }
+        }
+        sums.sum(&mut dots);
+
+        #[unroll]
+        for s in 0..group {
+            if start + s < last {
+                #[unroll]
+                for j in 0..outputs {
+                    let head = comptime!(s * outputs + j);
+                    let key = comptime!(config.routing.key_stream(j));
+                    let from = comptime!(config.routing.value_stream(j));
+                    let own = (start + s) * tokens + token; // row of the scalars of the read
+                    // d_logit = p (c - <d_state, state> + d_lse)
+                    let p = (logits[head] - lse[own * outputs + j]).exp();
+                    let d = p * (dots[head] + d_token[own * (2 + outputs) + 2 + j]);
+                    along[key] += d * logits[head];
+                    if unit == 0 {
+                        logit[((entry * reads + start + s) * tokens + token) * outputs + j] = d;
+                    }
+                    #[unroll]
+                    for c in 0..columns {
+                        let column = c * units + unit;
+                        by_value[comptime!(from * columns + c)] +=
+                            Vector::new(p) * gradients[comptime!(head * columns + c)];
+                        if column < vectors {
+                            by_key[comptime!(key * columns + c)] +=
+                                Vector::new(d) * query[((start + s) * outputs + j) * vectors + column];
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    // The norm's backward: d_x = n (d_key - key <d_key, key> / d_model) with key = n x.
+    let mut total = Array::<Vector<f32, N>>::new(columns);
+    #[unroll]
+    for j in 0..streams {
+        let norm = inv_rms[packed + j];
+        let back = norm * norm * along[j] / d_model;
+        #[unroll]
+        for c in 0..columns {
+            let k = comptime!(j * columns + c);
+            let column = c * units + unit;
+            let gradient = by_value[k] + Vector::new(norm) * by_key[k] - Vector::new(back) * values[k];
+            if comptime!(!summed) {
+                if column < vectors {
+                    d_value[(token * streams + j) * vectors + column] = Vector::cast_from(gradient);
+                }
+            } else if comptime!(j == 0) {
+                total[c] = gradient;
+            } else {
+                total[c] += gradient;
+            }
+        }
+    }
+    if comptime!(summed) {
+        #[unroll]
+        for c in 0..columns {
+            let column = c * units + unit;
+            if column < vectors {
+                d_value[token * vectors + column] = Vector::cast_from(total[c]);
+            }
+        }
+    }
+}
+
+/// The operands of [`prefix_bwd_query`]; `outputs` as in the [forward](super::PrefixFwd).
+#[derive(Debug, Clone, Copy)]
+pub struct PrefixBwdQuery<'a> {
+    /// Saved, f32, f16 or bf16: the history. `[capacity, tokens, streams, d_model]`
+    pub value: Operand<'a>,
+    /// Saved, f32. `[capacity, tokens, streams]`
+    pub inv_rms: Operand<'a>,
+    /// Input, f32: what [`prefix_bwd_history`] leaves of the logits. Pairs of entries and reads that do not see them are
+    /// not read. `[capacity, reads, tokens, outputs]`
+    pub d_logit: Operand<'a>,
+    /// In place, f32: the gradients are added to rows `first..reads`. `[_, outputs, d_model]`
+    pub d_query: Operand<'a>,
+    /// Entries of the history.
+    pub entries: usize,
+    /// The first of the reads whose queries get gradients.
+    pub first: usize,
+    /// One past the last of them.
+    pub reads: usize,
+    /// Read i sees the entries up to `i / branches_per_block`.
+    pub branches_per_block: usize,
+}
+
+/// The gradient of the queries of a pass, in two stages:
+/// `d_query[i,j] += sum over tokens and the entries that read i sees of d_logit key`.
+///
+/// # Errors
+/// If an operand has another shape, element type or a too short buffer, or `routing` does not fit the streams.
+pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Routing) -> Result<(), KernelError> {
+    const NAME: &str = "prefix_bwd_query";
+    let PrefixBwdQuery { value, inv_rms, d_logit, d_query, entries, first, reads, branches_per_block } = operands;
+
+    let mut check = Check::of(NAME);
+    let capacity = check.room("value", &value, entries.saturating_sub(1))?;
+    let dims = check.history(&value)?;
+    let Dims { tokens, streams, d_model } = dims;
+    let [rows_of_reads, outputs] = check.queries("d_query", &d_query)?;
+    routing.check(NAME, streams, outputs)?;
+    if first > reads || reads > rows_of_reads {
+        let got = format!("{first} to {reads}");
+        let expected = format!("a range of the {rows_of_reads} rows of `d_query`");
+        return Err(KernelError::value(NAME, "first and reads", expected, got));
+    }
+    for (argument, number) in [("entries", entries), ("branches_per_block", branches_per_block)] {
+        if number == 0 {
+            return Err(KernelError::value(NAME, argument, "at least 1", number));
+        }
+    }
+    let logits = [capacity, rows_of_reads, tokens, outputs];
+    check
+        .storage("value", &value, client)?
+        .shape("value", &value, "[capacity, tokens, streams, d_model]", &[capacity, tokens, streams, d_model])?
+        .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?
+        .fits("d_logit", &d_logit, F32, "[capacity, reads, tokens, outputs]", &logits)?
+        .fits("d_query", &d_query, F32, "[reads, outputs, d_model]", &[rows_of_reads, outputs, d_model])?;
+    let queries = reads - first;
+    if tokens * queries == 0 {
+        return Ok(());
+    }
+
+    let length = queries * outputs * d_model;
+    let rows = rows(entries * tokens, length);
+    let stage = Rows::new(client, rows, length);
+    stage.check(&mut check)?;
+    let address = check.address(client)?;
+    let (groups, config) = Work { dims, dtype: value.dtype, outputs, queries, routing }.choose_query(client);
+    let lanes = config.row.lanes;
+    prefix_bwd_kernel_query::launch(
+        client,
+        cubes(client, rows, groups),
+        config.row.cube_dim(),
+        address,
+        lanes,
+        value.argument(lanes),
+        inv_rms.argument(1),
+        d_logit.argument(1),
+        stage.operand().argument(lanes),
+        rows,
+        entries,
+        first,
+        reads,
+        branches_per_block,
+        rows_of_reads,
+        tokens,
+        d_model / lanes,
+        config,
+        value.dtype,
+    );
+    stage.sum(client, &d_query, first * outputs * d_model, true, address);
+    Ok(())
+}
+
+#[cube(launch, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
+fn prefix_bwd_kernel_query<E: Float, N: Size>(
+    value: &[Vector<E, N>],         // [capacity, tokens, streams, vectors]
+    inv_rms: &[f32],                // [capacity, tokens, streams]
+    d_logit: &[f32],                // [capacity, rows_of_reads, tokens, outputs]
+    row_sum: &mut [Vector<f32, N>], // [rows, reads - first, outputs, vectors]
+    rows: usize,
+    entries: usize,
+    first: usize,
+    reads: usize,
+    branches_per_block: usize,
+    rows_of_reads: usize,
+    tokens: usize,
+    vectors: usize,
+    #[comptime] config: PrefixConfig,
+    #[define(E)] _value_dtype: ElemType,
+) {
+    let row = cube_index();
+    if row >= rows {
+        terminate!();
+    }
+    let streams = comptime!(config.streams);
+    let outputs = comptime!(config.outputs);
+    let group = comptime!(config.group);
+    let heads = comptime!(group * outputs);
+    let columns = comptime!(config.row.columns);
+    let units = comptime!(config.row.units);
+    let unit = UNIT_POS_X as usize;
+    let begin = first + CUBE_POS_Z as usize * group; // the read of head 0
+
+    let mut sums = Array::<Vector<f32, N>>::new(comptime!(heads * columns));
+    #[unroll]
+    for k in 0..comptime!(heads * columns) {
+        sums[k] = Vector::new(0.0f32);
+    }
+    // No read of the group sees more entries than its last.
+    let last = min(begin + group, reads) - 1;
+    let visible = min(last / branches_per_block + 1, entries);
+    for item in range_stepped(row, visible * tokens, rows) {
+        let entry = item / tokens;
+        let token = item % tokens;
+        let mut keys = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+        #[unroll]
+        for j in 0..streams {
+            let norm = inv_rms[item * streams + j];
+            #[unroll]
+            for c in 0..columns {
+                let column = c * units + unit;
+                keys[comptime!(j * columns + c)] = Vector::new(0.0f32);
+                if column < vectors {
+                    let x = Vector::<f32, N>::cast_from(value[(item * streams + j) * vectors + column]);
+                    keys[comptime!(j * columns + c)] = Vector::new(norm) * x;
+                }
+            }
+        }
+        #[unroll]
+        for s in 0..group {
+            let read = begin + s;
+            if read < reads && entry <= read / branches_per_block {
+                #[unroll]
+                for j in 0..outputs {
+                    let key = comptime!(config.routing.key_stream(j));
+                    let d = d_logit[((entry * rows_of_reads + read) * tokens + token) * outputs + j];
+                    #[unroll]
+                    for c in 0..columns {
+                        sums[comptime!((s * outputs + j) * columns + c)] +=
+                            Vector::new(d) * keys[comptime!(key * columns + c)];
+                    }
+                }
+            }
+        }
+    }
+    #[unroll]
+    for s in 0..group {
+        let read = begin + s;
+        if read < reads {
+            #[unroll]
+            for j in 0..outputs {
+                #[unroll]
+                for c in 0..columns {
+                    let column = c * units + unit;
+                    if column < vectors {
+                        let at = ((row * (reads - first) + read - first) * outputs + j) * vectors + column;
+                        row_sum[at] = sums[comptime!((s * outputs + j) * columns + c)];
+                    }
+                }
+            }
+        }
+    }
+}
