@@ -15,14 +15,14 @@ use dar_kernels::launches;
 use crate::buffer::Copy;
 use crate::composed::{Graph, Output, OutputKind, is_half};
 use crate::fused::Fused;
-use crate::shapes::{self, BF16, Direction, F16, F32, Problem};
+use crate::shapes::{self, BF16, Direction, F16, F32, Operation, Problem};
 use crate::support::cli::{self, Failure, failed};
 use crate::support::machine::{self, Machine};
 use crate::support::report::{CopyPoint, KernelResult, KernelsPart};
 use crate::support::statistics::Spread;
 
 /// A run of an operation may take as long as a copy of its bytes that takes this long.
-const LONGEST_COPY: Duration = Duration::from_millis(10);
+const LONGEST_COPY: Duration = Duration::from_millis(4);
 const LONGEST_QUICK_COPY: Duration = Duration::from_millis(2);
 /// Samples of a benchmark, the fewest that criterion takes.
 const SAMPLES: usize = 10;
@@ -71,17 +71,15 @@ impl Bench {
     /// Every operation, direction, implementation and size.
     pub fn run_all(&mut self) -> Result<(), Failure> {
         let problems = self.problems()?;
-        for operation in problems.iter().map(|problem| problem.operation).fold(Vec::new(), |mut seen, operation| {
-            if !seen.contains(&operation) {
-                seen.push(operation);
-            }
-            seen
-        }) {
+        let mut operations: Vec<Operation> = problems.iter().map(|problem| problem.operation).collect();
+        operations.sort();
+        operations.dedup();
+        for operation in operations {
             for direction in [Direction::Forward, Direction::Backward] {
-                let fitting = problems.iter().filter(|problem| {
+                let fits = |problem: &&Problem| {
                     problem.operation == operation && problem.directions().contains(&direction)
-                });
-                for &problem in fitting {
+                };
+                for &problem in problems.iter().filter(fits) {
                     self.fused(problem, direction)?;
                     self.composed(problem, direction)?;
                 }

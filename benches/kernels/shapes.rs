@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use crate::buffer::PERIOD;
 
 /// An operation of the residual pathway.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Operation {
     /// A state becomes an entry of the history.
     Pack,
@@ -168,19 +168,20 @@ pub fn all(dtypes: &[ElemType]) -> Vec<Problem> {
     }
     let mut typed: Vec<Problem> =
         dtypes.iter().flat_map(|&dtype| problems.iter().map(move |&problem| Problem { dtype, ..problem })).collect();
-    // AttnRes block, 32 branches, 8 a block, in the one type that it was published in: what its last block sees.
-    if dtypes.contains(&BF16) {
-        typed.push(Problem { dtype: BF16, ..Problem::new(Operation::Prefix, [4, 8, 4 * 16384, 1, 2048]) });
-    }
+    // AttnRes block, 32 branches, 8 a block, published in bf16: what its last block sees.
+    let dtype = [BF16, F16].into_iter().find(|dtype| dtypes.contains(dtype)).unwrap_or(F32);
+    typed.push(Problem { dtype, ..Problem::new(Operation::Prefix, [4, 8, 4 * 16384, 1, 2048]) });
     typed
 }
 
-/// One of each operation.
+/// One of each operation, and one that grows.
 pub fn few() -> Vec<Problem> {
     let (d_model, entries, tokens) = (640, 4, 64);
     vec![
         Problem::new(Operation::Pack, [0, 0, tokens, 2, d_model]),
         Problem::new(Operation::Prefix, [entries, 4, tokens, 2, d_model]),
+        Problem::new(Operation::Prefix, [entries / 2, 4, tokens, 2, d_model]),
+        Problem::new(Operation::Prefix, [entries, 4, tokens / 2, 2, d_model]),
         Problem::new(Operation::Read, [0, 0, tokens, 2, d_model]),
         Problem::new(Operation::Write, [0, 0, tokens, 2, d_model]),
         Problem::new(Operation::OutputRead, [entries, 1, tokens, 2, d_model]),

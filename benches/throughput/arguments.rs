@@ -19,6 +19,9 @@ use crate::support::machine;
 #[derive(Parser, Debug)]
 #[command(name = "throughput")]
 pub struct Cli {
+    /// Only rows whose name contains this
+    filter: Option<String>,
+
     /// Models, comma-separated: tiny, tiny_moe, small, small_moe, 0.1B, 0.3B, 0.5B, 1B, 7B-MoE [default: as large as suits
     /// the device]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
@@ -116,11 +119,14 @@ impl Arguments {
 
         let sizes = match &cli.size {
             Some(sizes) => sizes.clone(),
+            // Devices that compile their kernels take a minute for every new model.
+            None if quick && opened.choice != DeviceChoice::Flex => vec![Size::Tiny],
             None if quick => vec![Size::Tiny, Size::TinyMoe],
             None => Size::of_device(&opened, hardware, dtype),
         };
         let models = sizes.into_iter().map(|size| Model::new(cli, size, dtype, hardware, quick));
-        let rows = cli.row.clone().unwrap_or_else(|| if quick { Row::few() } else { Row::all() });
+        let mut rows = cli.row.clone().unwrap_or_else(|| if quick { Row::few() } else { Row::all() });
+        rows.retain(|row| cli.filter.as_ref().is_none_or(|filter| row.name().contains(filter.as_str())));
         let arguments = Self {
             models: models.collect(),
             rows,

@@ -46,6 +46,9 @@ fn run(cli: &Cli) -> Result<ExitCode, Failure> {
         memory::print_own(&arguments.models[0], row, &device)?;
         return Ok(ExitCode::SUCCESS);
     }
+    if arguments.rows.is_empty() {
+        return Ok(ExitCode::SUCCESS);
+    }
     let machine = Machine::new(&opened, arguments.quick);
     println!("device  {}", machine.device);
     println!("host    {}", machine.host);
@@ -122,6 +125,7 @@ fn summary(
         tokens_per_s: Spread::of(&steps).map(|seconds| tokens / seconds),
         ratio: ratios.map(|ratios| Spread::of(&ratios)),
         pathway_seconds: Spread::of(&pathway),
+        launches: turns[0].launches,
         memory: peak,
         paper: row.paper(),
     }

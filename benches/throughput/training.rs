@@ -6,6 +6,7 @@ use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use dar_burn::model::Decoder;
+use dar_kernels::launches;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -29,6 +30,8 @@ pub struct Turn {
     pub steps: Vec<f64>,
     /// Seconds of every pass of the residual pathway alone, forward and backward.
     pub pathway: Vec<f64>,
+    /// Kernels of dar-kernels that a step launched.
+    pub launches: u64,
     /// Before anything is learnt.
     pub first_loss: f32,
     last_loss: f32,
@@ -112,14 +115,16 @@ pub fn turn(arguments: &Arguments, model: &Model, row: &Row, device: &Device) ->
         losses.push(training.step()?);
     }
     let mut steps = Vec::new();
+    let launched = launches();
     for _ in 0..arguments.steps {
         let begin = Instant::now();
         losses.push(training.step()?);
         steps.push(begin.elapsed().as_secs_f64());
     }
+    let launches = (launches() - launched) / arguments.steps as u64;
     let residual = training.model.residual.clone();
     drop(training);
     let pathway = pathway::times(&residual, model, device, arguments.steps)?;
     let (first_loss, last_loss) = (losses[0], *losses.last().expect("at least one step"));
-    Ok(Turn { parameters, residual_parameters, steps, pathway, first_loss, last_loss })
+    Ok(Turn { parameters, residual_parameters, steps, pathway, launches, first_loss, last_loss })
 }

@@ -24,6 +24,7 @@ pub fn report(throughput: Option<&ThroughputPart>, kernels: Option<&KernelsPart>
                 let mut exact = |quantity, unit, value: f64| line(quantity, unit, value, value, value);
                 exact("parameters", "1", row.parameters as f64);
                 exact("residual parameters", "1", row.residual_parameters as f64);
+                exact("kernels a step", "1", row.launches as f64);
                 if let Some(memory) = row.memory {
                     exact("peak memory", "B", memory.bytes as f64);
                     if let Some(in_use) = memory.in_use {

@@ -55,6 +55,8 @@ pub struct SchemeRow {
     pub ratio: Option<Spread>,
     /// Of a pass of the residual pathway alone, forward and backward.
     pub pathway_seconds: Spread,
+    /// Kernels of dar-kernels that a step launches.
+    pub launches: u64,
     pub memory: Option<MemoryUse>,
     pub paper: Option<Paper>,
 }

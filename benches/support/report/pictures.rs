@@ -7,7 +7,7 @@ use std::path::Path;
 use plotters::coord::ranged1d::{KeyPointHint, Ranged};
 use plotters::prelude::*;
 
-use super::{KernelResult, KernelsPart, ModelTable, ThroughputPart};
+use super::{KernelResult, KernelsPart, Machine, ModelTable, ThroughputPart};
 use crate::support::cli::{Failure, failed_to};
 
 type Drawn = Result<(), Box<dyn Error>>;
@@ -29,6 +29,7 @@ const GREY: RGBColor = RGBColor(0x99, 0x99, 0x99);
 const DARK: RGBColor = RGBColor(0x33, 0x33, 0x33);
 const LINES: RGBColor = RGBColor(0xdd, 0xdd, 0xdd);
 const WIDTH: u32 = 940;
+const SOURCE_HEIGHT: u32 = 22;
 
 /// Draws what there are numbers for; the files and what they show.
 pub fn draw(
@@ -37,29 +38,58 @@ pub fn draw(
     kernels: Option<&KernelsPart>,
 ) -> Result<Vec<(&'static str, &'static str)>, Failure> {
     let mut drawn = Vec::new();
-    let mut picture = |file: &'static str, caption: &'static str, draw: &dyn Fn(&Path, &str) -> Drawn| {
-        let path = folder.join(file);
-        drawn.push((file, caption));
-        draw(&path, caption).map_err(failed_to("draw", &path))
-    };
-    if let Some(part) = throughput {
-        picture("ratios.svg", "Training tokens/s relative to the standard residual (grey line: the paper's ratio)", &|path, caption| {
-            ratios(path, caption, &part.models)
-        })?;
-        picture("memory.svg", "Peak memory of a training process", &|path, caption| memory(path, caption, &part.models))?;
+    if let Some(ThroughputPart { machine, models }) = throughput {
+        let text = ("ratios.svg", "Training tokens/s relative to the standard residual (grey: the paper's)");
+        drawn.push(picture(folder, text, machine, |frame| ratios(frame, models))?);
+        let text = ("memory.svg", "Peak memory of a training process");
+        drawn.push(picture(folder, text, machine, |frame| memory(frame, models))?);
     }
     if let Some(part) = kernels {
-        picture("roofline.svg", "Achieved bandwidth by bytes that must move; the line is a copy", &|path, caption| {
-            roofline(path, caption, part)
-        })?;
-        picture("entries.svg", "Cost by number of entries", &|path, caption| {
-            growth(path, caption, "entries", part, |result| result.entries, |result| (result.tokens, result.queries))
-        })?;
-        picture("tokens.svg", "Cost by number of tokens", &|path, caption| {
-            growth(path, caption, "tokens", part, |result| result.tokens, |result| (result.entries, result.queries))
-        })?;
+        let machine = &part.machine;
+        let text = ("roofline.svg", "Achieved bandwidth by bytes that must move, against a copy");
+        drawn.push(picture(folder, text, machine, |frame| roofline(frame, part))?);
+        let text = ("entries.svg", "Cost by number of entries");
+        drawn.push(picture(folder, text, machine, |frame| {
+            growth(frame, "entries", part, |result| result.entries, |result| (result.tokens, result.queries))
+        })?);
+        let text = ("tokens.svg", "Cost by number of tokens");
+        drawn.push(picture(folder, text, machine, |frame| {
+            growth(frame, "tokens", part, |result| result.tokens, |result| (result.entries, result.queries))
+        })?);
     }
     Ok(drawn)
+}
+
+/// What every picture has: a file, a caption, and where its numbers are from.
+struct Frame<'a> {
+    path: &'a Path,
+    caption: &'a str,
+    source: String,
+}
+
+impl Frame<'_> {
+    /// An empty picture with its source in the corner.
+    fn area(&self, height: u32) -> Result<DrawingArea<SVGBackend<'_>, plotters::coord::Shift>, Box<dyn Error>> {
+        let area = SVGBackend::new(self.path, (WIDTH, height + SOURCE_HEIGHT)).into_drawing_area();
+        area.fill(&WHITE)?;
+        let style = ("sans-serif", 11).into_font().color(&GREY);
+        area.draw(&Text::new(self.source.clone(), (14, height as i32), style))?;
+        Ok(area.margin(0, SOURCE_HEIGHT, 0, 0))
+    }
+}
+
+fn picture(
+    folder: &Path,
+    (file, caption): (&'static str, &'static str),
+    machine: &Machine,
+    draw: impl FnOnce(&Frame) -> Drawn,
+) -> Result<(&'static str, &'static str), Failure> {
+    let path = folder.join(file);
+    let Machine { device, host, commit, quick } = machine;
+    let quick = if *quick { "; quick mode, compares nothing" } else { "" };
+    let frame = Frame { path: &path, caption, source: format!("{device}; {host}; commit {commit}{quick}") };
+    draw(&frame).map_err(failed_to("draw", &path))?;
+    Ok((file, caption))
 }
 
 /// One bar of a horizontal bar chart.
@@ -73,7 +103,7 @@ struct Bar {
     text: String,
 }
 
-fn ratios(path: &Path, caption: &str, models: &[ModelTable]) -> Drawn {
+fn ratios(frame: &Frame, models: &[ModelTable]) -> Drawn {
     let bars = models.iter().flat_map(|model| {
         model.rows.iter().filter_map(|row| {
             let ratio = row.ratio?;
@@ -87,10 +117,10 @@ fn ratios(path: &Path, caption: &str, models: &[ModelTable]) -> Drawn {
             })
         })
     });
-    draw_bars(path, caption, "tokens/s, standard = 1", bars.collect())
+    draw_bars(frame, "tokens/s, standard = 1", bars.collect())
 }
 
-fn memory(path: &Path, caption: &str, models: &[ModelTable]) -> Drawn {
+fn memory(frame: &Frame, models: &[ModelTable]) -> Drawn {
     let bars = models.iter().flat_map(|model| {
         model.rows.iter().filter_map(|row| {
             let mib = row.memory?.bytes as f64 / f64::from(1 << 20);
@@ -98,16 +128,15 @@ fn memory(path: &Path, caption: &str, models: &[ModelTable]) -> Drawn {
             Some(Bar { label, low: mib, value: mib, high: mib, mark: None, text: format!("{mib:.1}") })
         })
     });
-    draw_bars(path, caption, "MiB", bars.collect())
+    draw_bars(frame, "MiB", bars.collect())
 }
 
-fn draw_bars(path: &Path, caption: &str, axis: &str, bars: Vec<Bar>) -> Drawn {
+fn draw_bars(frame: &Frame, axis: &str, bars: Vec<Bar>) -> Drawn {
     let most = bars.iter().flat_map(|bar| [bar.high, bar.mark.unwrap_or(0.0)]).fold(0.0, f64::max).max(1e-9);
     let count = bars.len() as f64;
-    let area = SVGBackend::new(path, (WIDTH, 110 + 26 * bars.len().max(1) as u32)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let area = frame.area(110 + 26 * bars.len().max(1) as u32)?;
     let mut chart = ChartBuilder::on(&area)
-        .caption(caption, ("sans-serif", 18))
+        .caption(frame.caption, ("sans-serif", 18))
         .margin(14)
         .x_label_area_size(44)
         .y_label_area_size(210)
@@ -148,16 +177,22 @@ fn draw_bars(path: &Path, caption: &str, axis: &str, bars: Vec<Bar>) -> Drawn {
     Ok(())
 }
 
-/// Points of one colour.
+/// Points that belong together: a colour an operation, full for kernels and hollow for graphs, a triangle for a backward.
 struct Series {
     name: String,
     points: Vec<(f64, f64)>,
-    /// Hollow points, dashed line.
     composed: bool,
     joined: bool,
 }
 
-fn roofline(path: &Path, caption: &str, part: &KernelsPart) -> Drawn {
+impl Series {
+    fn operation(&self) -> &str {
+        let (group, _) = self.name.split_once(',').unwrap_or((&self.name, ""));
+        group.rsplit_once('_').map_or(group, |(operation, _)| operation)
+    }
+}
+
+fn roofline(frame: &Frame, part: &KernelsPart) -> Drawn {
     let mut series: Vec<Series> = by_group(part, |_| Some(()))
         .into_iter()
         .map(|((name, composed, _, ()), results)| {
@@ -169,12 +204,11 @@ fn roofline(path: &Path, caption: &str, part: &KernelsPart) -> Drawn {
         (copy.bytes as f64 / 1e6, copy.bytes as f64 / copy.seconds.median / 1e9)
     });
     series.push(Series { name: "copy".into(), points: copies.collect(), composed: false, joined: true });
-    draw_points(path, caption, ["MB that must move", "GB/s"], &series)
+    draw_points(frame, ["MB that must move", "GB/s"], &series)
 }
 
 fn growth<K: Ord + Copy>(
-    path: &Path,
-    caption: &str,
+    frame: &Frame,
     axis: &str,
     part: &KernelsPart,
     by: fn(&KernelResult) -> usize,
@@ -199,7 +233,7 @@ fn growth<K: Ord + Copy>(
         .filter(|(_, (_, points))| points.len() > 1)
         .map(|((_, composed), (name, points))| Series { name, points, composed, joined: true })
         .collect();
-    draw_points(path, caption, [axis, "µs"], &series)
+    draw_points(frame, [axis, "µs"], &series)
 }
 
 /// Results by name, implementation, element type and a key.
@@ -219,7 +253,7 @@ fn by_group<K: Ord>(
     groups
 }
 
-fn draw_points(path: &Path, caption: &str, axes: [&str; 2], series: &[Series]) -> Drawn {
+fn draw_points(frame: &Frame, axes: [&str; 2], series: &[Series]) -> Drawn {
     let points = || series.iter().flat_map(|series| &series.points).filter(|(x, y)| *x > 0.0 && *y > 0.0);
     let range = |values: Vec<f64>| {
         let (low, high) = values.iter().fold((f64::MAX, 0.0_f64), |(low, high), &x| (low.min(x), high.max(x)));
@@ -227,10 +261,9 @@ fn draw_points(path: &Path, caption: &str, axes: [&str; 2], series: &[Series]) -
     };
     let xs = range(points().map(|point| point.0).collect());
     let ys = range(points().map(|point| point.1).collect());
-    let area = SVGBackend::new(path, (WIDTH, 620)).into_drawing_area();
-    area.fill(&WHITE)?;
+    let area = frame.area(620)?;
     let mut chart = ChartBuilder::on(&area)
-        .caption(caption, ("sans-serif", 18))
+        .caption(frame.caption, ("sans-serif", 18))
         .margin(14)
         .margin_right(280)
         .x_label_area_size(44)
@@ -249,17 +282,29 @@ fn draw_points(path: &Path, caption: &str, axes: [&str; 2], series: &[Series]) -
         .draw()?;
     let style = ("sans-serif", 12).into_font().color(&DARK);
     let right = chart.plotting_area().get_pixel_range().0.end;
+    let mut operations: Vec<&str> = series.iter().map(Series::operation).collect();
+    operations.dedup(); // groups are sorted
     for (index, series) in series.iter().enumerate() {
-        let colour = if series.name == "copy" { DARK } else { COLOURS[index % COLOURS.len()] };
+        let place = operations.iter().position(|operation| *operation == series.operation()).unwrap_or(0);
+        let colour = if series.name == "copy" { DARK } else { COLOURS[place % COLOURS.len()] };
         let points = series.points.iter().copied().filter(|(x, y)| *x > 0.0 && *y > 0.0);
         if series.joined {
             chart.draw_series([PathElement::new(points.clone().collect::<Vec<_>>(), colour.stroke_width(2))])?;
         }
         let fill = if series.composed { colour.stroke_width(2) } else { colour.filled() };
-        chart.draw_series(points.map(|point| Circle::new(point, 4, fill)))?;
+        let backward = series.name.contains("backward");
+        if backward {
+            chart.draw_series(points.map(|point| TriangleMarker::new(point, 6, fill)))?;
+        } else {
+            chart.draw_series(points.map(|point| Circle::new(point, 4, fill)))?;
+        }
         // The legend stands beside the chart: there may be many series.
         let y = 48 + 17 * index as i32;
-        area.draw(&Circle::new((right + 22, y), 4, fill))?;
+        if backward {
+            area.draw(&TriangleMarker::new((right + 22, y), 6, fill))?;
+        } else {
+            area.draw(&Circle::new((right + 22, y), 4, fill))?;
+        }
         area.draw(&Text::new(series.name.clone(), (right + 34, y - 6), style.clone()))?;
     }
     area.present()?;
