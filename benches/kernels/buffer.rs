@@ -28,7 +28,8 @@ impl Pattern {
 
     /// Of a tensor `[outer, tokens, inner]`, for the first tokens up to a period.
     pub fn values(self, outer: usize, inner: usize, tokens: usize) -> Vec<f64> {
-        let positions = (0..outer).flat_map(|o| (0..tokens * inner).map(move |rest| (o * PERIOD * inner + rest) as u32));
+        let positions =
+            (0..outer).flat_map(|o| (0..tokens * inner).map(move |rest| (o * PERIOD * inner + rest) as u32));
         positions.map(|position| f64::from(self.value(position))).collect()
     }
 
@@ -57,7 +58,13 @@ impl Buffer {
     }
 
     /// A tensor of a pattern; `token_axis` says which axis is the tokens, if there is one.
-    pub fn filled(client: &Client, shape: &[usize], dtype: ElemType, pattern: Pattern, token_axis: Option<usize>) -> Self {
+    pub fn filled(
+        client: &Client,
+        shape: &[usize],
+        dtype: ElemType,
+        pattern: Pattern,
+        token_axis: Option<usize>,
+    ) -> Self {
         let buffer = Self::empty(client, shape, dtype);
         buffer.fill(pattern, token_axis);
         buffer
@@ -142,7 +149,8 @@ pub struct Copy {
 impl Copy {
     pub fn new(client: &Client, bytes: u64) -> Self {
         let shape = [(bytes / 2) as usize / 4];
-        let lanes = client.io_optimized_vector_sizes(4).filter(|lanes| shape[0].is_multiple_of(*lanes)).max().unwrap_or(1);
+        let lanes =
+            client.io_optimized_vector_sizes(4).filter(|lanes| shape[0].is_multiple_of(*lanes)).max().unwrap_or(1);
         let buffer = |seed| Buffer::filled(client, &shape, crate::shapes::F32, Pattern::state(seed), None);
         Self { from: buffer(1), to: buffer(2), lanes }
     }

@@ -178,23 +178,18 @@ impl Graph {
         Self::with(problem, direction, cpu, DType::F64, PERIOD, true)
     }
 
-    fn with(
-        problem: Problem,
-        direction: Direction,
-        device: &Device,
-        state: DType,
-        tokens: usize,
-        truth: bool,
-    ) -> Self {
+    fn with(problem: Problem, direction: Direction, device: &Device, state: DType, tokens: usize, truth: bool) -> Self {
         let tracked = direction == Direction::Backward;
         let device = if tracked { device.clone().autodiff() } else { device.clone() };
         let source = Source { device, state, tokens, tracked, truth };
         let Problem { entries, queries, streams, d_model, .. } = problem;
         let entry = |row| source.leaf(source.state(patterns::HISTORY, row, [0, streams, d_model]));
-        let entries: Vec<Tensor<3>> = (0..entries.max(usize::from(problem.operation == Operation::Pack))).map(entry).collect();
+        let entries: Vec<Tensor<3>> =
+            (0..entries.max(usize::from(problem.operation == Operation::Pack))).map(entry).collect();
         let history = (!tracked && !entries.is_empty()).then(|| history(&entries));
         let queries = source.parameter(patterns::QUERY, [queries.max(1), streams, d_model]);
-        let read = matches!(problem.operation, Operation::Read | Operation::Write).then(|| ReadOperands::new(&source, d_model));
+        let read = matches!(problem.operation, Operation::Read | Operation::Write)
+            .then(|| ReadOperands::new(&source, d_model));
         let operands = Operands { entries, queries, history, read };
         Self { problem, source, operands }
     }
@@ -253,7 +248,11 @@ impl Graph {
         match self.problem.operation {
             Operation::Pack => unreachable!("packing has no backward of its own"),
             Operation::Prefix => {
-                let found = prefix(&history(&self.operands.entries), self.operands.queries.clone(), routing(self.problem.streams));
+                let found = prefix(
+                    &history(&self.operands.entries),
+                    self.operands.queries.clone(),
+                    routing(self.problem.streams),
+                );
                 let sum = found.into_iter().map(|found| found.state).reduce(|sum, state| sum + state);
                 sum.expect("there are queries").flatten(1, 2)
             }

@@ -42,7 +42,8 @@ impl Fused {
     /// # Errors
     /// If the kernels refuse the problem.
     pub fn new(client: &Client, problem: Problem, direction: Direction) -> Result<Self, KernelError> {
-        let mut fused = Self { client: client.clone(), problem, direction, buffers: BTreeMap::new(), d_value: Vec::new() };
+        let mut fused =
+            Self { client: client.clone(), problem, direction, buffers: BTreeMap::new(), d_value: Vec::new() };
         match problem.operation {
             Operation::Pack => fused.make_pack(),
             Operation::Write => fused.make_write(),
@@ -77,9 +78,13 @@ impl Fused {
         let Problem { entries, queries, streams, d_model, .. } = self.problem;
         let state = streams * d_model;
         match (self.problem.operation, self.direction) {
-            (Operation::Pack, _) => vec![self.tokens("value", "value", 0, state), self.tokens("inv_rms", "inv_rms", 0, streams)],
+            (Operation::Pack, _) => {
+                vec![self.tokens("value", "value", 0, state), self.tokens("inv_rms", "inv_rms", 0, streams)]
+            }
             (Operation::Prefix, Direction::Forward) => (0..queries)
-                .flat_map(|query| [self.tokens("state", "state", query, state), self.tokens("lse", "lse", query, streams)])
+                .flat_map(|query| {
+                    [self.tokens("state", "state", query, state), self.tokens("lse", "lse", query, streams)]
+                })
                 .collect(),
             (Operation::AttnResRead, Direction::Forward) => vec![self.tokens("input", "state", 0, state)],
             (Operation::OutputRead, Direction::Forward) => vec![self.tokens("input", "input", 0, d_model)],
@@ -242,7 +247,11 @@ impl Fused {
         let reads = entries - 1 + queries;
         self.tiled("d_logit", &[entries * reads, tokens, streams], &rows);
         self.buffers.get_mut("d_logit").expect("just made").reshape(&[entries, reads, tokens, streams]);
-        self.values("d_query", &[reads, streams, self.problem.d_model], &vec![0.0; reads * streams * self.problem.d_model]);
+        self.values(
+            "d_query",
+            &[reads, streams, self.problem.d_model],
+            &vec![0.0; reads * streams * self.problem.d_model],
+        );
         Ok(())
     }
 

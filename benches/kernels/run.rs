@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use burn::backend::DispatchDevice;
 use burn::tensor::Device;
-use criterion::{BenchmarkId, Criterion, Throughput};
+use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput};
 use cubecl::future::block_on;
 use cubecl::prelude::*;
 use dar_burn::device::OpenDevice;
@@ -34,6 +34,8 @@ const CALIBRATION: u64 = 64 << 20;
 /// All benchmarks of one device.
 pub struct Bench {
     criterion: Criterion,
+    /// Runs what the command line asks for once, unmeasured: criterion would take the making of operands for a slow run.
+    rehearsal: Option<Criterion>,
     device: Device,
     cpu: Device,
     client: Client,
@@ -57,8 +59,12 @@ impl Bench {
         } else {
             criterion.warm_up_time(Duration::from_millis(500)).measurement_time(Duration::from_secs(1))
         };
+        let asked = |flag: &str| std::env::args().any(|argument| argument.starts_with(flag));
+        let measures = asked("--bench") && !asked("--list") && !asked("--test") && !asked("--profile-time");
+        let once = || Criterion::default().configure_from_args().profile_time(Some(Duration::from_nanos(1)));
         Ok(Self {
             criterion: criterion.configure_from_args(),
+            rehearsal: measures.then(once),
             client: device.client(),
             device: opened.device.clone(),
             cpu: machine::truth_device()?.device,
@@ -76,9 +82,8 @@ impl Bench {
         operations.dedup();
         for operation in operations {
             for direction in [Direction::Forward, Direction::Backward] {
-                let fits = |problem: &&Problem| {
-                    problem.operation == operation && problem.directions().contains(&direction)
-                };
+                let fits =
+                    |problem: &&Problem| problem.operation == operation && problem.directions().contains(&direction);
                 for &problem in problems.iter().filter(fits) {
                     self.fused(problem, direction)?;
                     self.composed(problem, direction)?;
@@ -211,16 +216,24 @@ impl Bench {
             copy_bytes_per_s: 0.0,
         };
         let mut seconds = Seconds::new();
+        let mut run = |iterations| {
+            run(iterations).unwrap_or_else(|failure| {
+                // Criterion would keep any time that it got.
+                cli::exit(Err(failure));
+                process::exit(1)
+            })
+        };
+        let id = || BenchmarkId::new(implementation, format!("{}_{}", result.dtype, result.size()));
+        if let Some(rehearsal) = &mut self.rehearsal {
+            let mut group = rehearsal.benchmark_group(&result.group);
+            group.bench_function(id(), |bencher| bencher.iter_custom(&mut run));
+        }
         let mut group = self.criterion.benchmark_group(&result.group);
-        group.throughput(Throughput::Bytes(bytes));
-        let id = BenchmarkId::new(implementation, format!("{}_{}", result.dtype, result.size()));
-        group.bench_function(id, |bencher| {
+        // As often in every sample: some runs take a second, and the default takes the last sample's ten times as often.
+        group.throughput(Throughput::Bytes(bytes)).sampling_mode(SamplingMode::Flat);
+        group.bench_function(id(), |bencher| {
             bencher.iter_custom(|iterations| {
-                let spent = run(iterations).unwrap_or_else(|failure| {
-                    // Criterion would keep any time that it got.
-                    cli::exit(Err(failure));
-                    process::exit(1)
-                });
+                let spent = run(iterations);
                 seconds.push(spent.as_secs_f64() / iterations as f64);
                 spent
             });

@@ -9,8 +9,8 @@ use dar_burn::ResidualConfig;
 use dar_burn::device::{DeviceChoice, OpenDevice};
 use dar_burn::model::{DecoderConfig, FeedForwardConfig, MoeConfig, Preset};
 
-use crate::support::cli::{Failure, failed};
 use crate::rows::Row;
+use crate::support::cli::{Failure, failed};
 use crate::support::machine;
 
 /// Tokens/s and peak memory of whole training steps, for every residual scheme.
@@ -225,9 +225,8 @@ impl Size {
         };
         let bytes_a_parameter = 4 * if dtype == FloatDType::F32 { 4 } else { 2 };
         let fits = |preset: &Preset| {
-            let parameters = burn::module::Module::num_params(
-                &preset.decoder(ResidualConfig::Standard).init(&opened.device),
-            );
+            let parameters =
+                burn::module::Module::num_params(&preset.decoder(ResidualConfig::Standard).init(&opened.device));
             memory.is_some_and(|memory| (parameters * bytes_a_parameter) as u64 <= memory / 4)
         };
         let dense = [Preset::Dense1B, Preset::Dense05B, Preset::Dense03B].into_iter().find(fits);
@@ -236,9 +235,8 @@ impl Size {
 
     fn decoder(self) -> DecoderConfig {
         let dense = |d_ff| FeedForwardConfig::Dense { d_ff };
-        let experts = |experts, chosen, d_expert| {
-            FeedForwardConfig::MixtureOfExperts(MoeConfig::new(experts, chosen, d_expert))
-        };
+        let experts =
+            |experts, chosen, d_expert| FeedForwardConfig::MixtureOfExperts(MoeConfig::new(experts, chosen, d_expert));
         let standard = ResidualConfig::Standard;
         match self {
             Self::Tiny => DecoderConfig::new(256, 96, 6, 4, 2, dense(256), standard),

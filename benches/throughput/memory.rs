@@ -9,8 +9,8 @@ use std::time::Duration;
 use burn::tensor::Device;
 
 use crate::arguments::{Arguments, Model};
-use crate::support::cli::{Failure, failed};
 use crate::rows::Row;
+use crate::support::cli::{Failure, failed};
 use crate::support::report::MemoryUse;
 use crate::training::Training;
 

@@ -104,9 +104,8 @@ impl FromStr for Row {
         let (method, variant) = text.trim().split_once(':').unwrap_or((text, "fused"));
         let method = method.parse().map_err(|error: dar_burn::model::UnknownName| error.to_string())?;
         let found = Variant::ALL.into_iter().find(|(name, _)| *name == variant);
-        let (_, variant) = found.ok_or_else(|| {
-            format!("`{text}` names the variant `{variant}`: expected fused, leanest or composed")
-        })?;
+        let (_, variant) = found
+            .ok_or_else(|| format!("`{text}` names the variant `{variant}`: expected fused, leanest or composed"))?;
         Ok(Self { method, variant })
     }
 }

@@ -11,10 +11,10 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use crate::arguments::{Arguments, Model};
-use crate::support::cli::{Failure, failed};
 use crate::optimiser::{adamw, clip_global_norm, learning_rate};
 use crate::pathway;
 use crate::rows::Row;
+use crate::support::cli::{Failure, failed};
 
 const SEED: u64 = 1;
 /// Weight of the router balance beside the cross entropy, for mixtures of experts.

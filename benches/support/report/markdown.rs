@@ -4,11 +4,7 @@ use super::{KernelResult, KernelsPart, Machine, MemoryUse, ModelTable, SchemeRow
 use crate::support::statistics::Spread;
 
 /// The whole `report.md`; `pictures`: files and what they show.
-pub fn report(
-    throughput: Option<&ThroughputPart>,
-    kernels: Option<&KernelsPart>,
-    pictures: &[(&str, &str)],
-) -> String {
+pub fn report(throughput: Option<&ThroughputPart>, kernels: Option<&KernelsPart>, pictures: &[(&str, &str)]) -> String {
     let mut text = String::from("# Benchmarks\n");
     if let Some(part) = throughput {
         text += &format!("\n## Training steps\n\n{}", throughput_table(part));

@@ -156,7 +156,10 @@ fn draw_bars(frame: &Frame, axis: &str, bars: Vec<Bar>) -> Drawn {
         let bottom = count - 1.0 - index as f64;
         let middle = bottom + 0.5;
         let colour = COLOURS[0];
-        chart.draw_series([Rectangle::new([(0.0, bottom + 0.15), (bar.value, bottom + 0.85)], colour.mix(0.75).filled())])?;
+        chart.draw_series([Rectangle::new(
+            [(0.0, bottom + 0.15), (bar.value, bottom + 0.85)],
+            colour.mix(0.75).filled(),
+        )])?;
         if bar.low < bar.high {
             let whisker = [(bar.low, middle), (bar.high, middle)];
             chart.draw_series([PathElement::new(whisker, DARK.stroke_width(2))])?;
@@ -200,9 +203,8 @@ fn roofline(frame: &Frame, part: &KernelsPart) -> Drawn {
             Series { name, points, composed, joined: false }
         })
         .collect();
-    let copies = part.copies.iter().map(|copy| {
-        (copy.bytes as f64 / 1e6, copy.bytes as f64 / copy.seconds.median / 1e9)
-    });
+    let copies =
+        part.copies.iter().map(|copy| (copy.bytes as f64 / 1e6, copy.bytes as f64 / copy.seconds.median / 1e9));
     series.push(Series { name: "copy".into(), points: copies.collect(), composed: false, joined: true });
     draw_points(frame, ["MB that must move", "GB/s"], &series)
 }
@@ -216,7 +218,9 @@ fn growth<K: Ord + Copy>(
 ) -> Drawn {
     // Of all sizes that differ in nothing else, those with the most points.
     let mut longest: BTreeMap<(String, bool), (String, Vec<(f64, f64)>)> = BTreeMap::new();
-    for ((name, composed, dtype, size), results) in by_group(part, |result| Some((fixed(result), result.d_model, result.streams))) {
+    for ((name, composed, dtype, size), results) in
+        by_group(part, |result| Some((fixed(result), result.d_model, result.streams)))
+    {
         let mut points: BTreeMap<usize, f64> = BTreeMap::new();
         results.iter().for_each(|result| {
             points.insert(by(result), 1e6 * result.seconds.median);
@@ -293,17 +297,18 @@ fn draw_points(frame: &Frame, axes: [&str; 2], series: &[Series]) -> Drawn {
         }
         let fill = if series.composed { colour.stroke_width(2) } else { colour.filled() };
         let backward = series.name.contains("backward");
-        if backward {
-            chart.draw_series(points.map(|point| TriangleMarker::new(point, 6, fill)))?;
-        } else {
-            chart.draw_series(points.map(|point| Circle::new(point, 4, fill)))?;
-        }
+        match (backward, series.composed) {
+            (false, _) => chart.draw_series(points.map(|point| Circle::new(point, 4, fill)))?,
+            (true, false) => chart.draw_series(points.map(|point| TriangleMarker::new(point, 6, fill)))?,
+            (true, true) => chart.draw_series(points.map(|point| EmptyElement::at(point) + outline(fill)))?,
+        };
         // The legend stands beside the chart: there may be many series.
         let y = 48 + 17 * index as i32;
-        if backward {
-            area.draw(&TriangleMarker::new((right + 22, y), 6, fill))?;
-        } else {
-            area.draw(&Circle::new((right + 22, y), 4, fill))?;
+        let place = (right + 22, y);
+        match (backward, series.composed) {
+            (false, _) => area.draw(&Circle::new(place, 4, fill))?,
+            (true, false) => area.draw(&TriangleMarker::new(place, 6, fill))?,
+            (true, true) => area.draw(&(EmptyElement::at(place) + outline(fill)))?,
         }
         area.draw(&Text::new(series.name.clone(), (right + 34, y - 6), style.clone()))?;
     }
@@ -311,8 +316,17 @@ fn draw_points(frame: &Frame, axes: [&str; 2], series: &[Series]) -> Drawn {
     Ok(())
 }
 
+/// A hollow triangle around a point.
+fn outline(style: ShapeStyle) -> PathElement<(i32, i32)> {
+    PathElement::new([(-5, 3), (5, 3), (0, -6), (-5, 3)], style)
+}
+
 fn short(value: &f64) -> String {
-    if *value >= 1000.0 || *value == 0.0 { format!("{value:.0}") } else { format!("{}", (value * 1000.0).round() / 1000.0) }
+    if *value >= 1000.0 || *value == 0.0 {
+        format!("{value:.0}")
+    } else {
+        format!("{}", (value * 1000.0).round() / 1000.0)
+    }
 }
 
 /// A logarithmic axis with a label at 1, 2 and 5 of each power of ten.
