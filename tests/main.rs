@@ -1,6 +1,7 @@
 //! The tests of dar-kernels and dar-burn in one binary; folders carry the names of `src`.
 
 mod conformance;
+mod diagnostics;
 mod examples;
 #[cfg(any(feature = "wgpu", feature = "cuda", feature = "rocm", feature = "metal", feature = "vulkan"))]
 mod kernels;

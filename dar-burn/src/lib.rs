@@ -31,6 +31,7 @@
 //! * [`nn`]: the schemes, [`ResidualConfig`] and [`Residual`];
 //! * [`ops`]: the operations that schemes are made of, with their equations;
 //! * [`model`]: dense and sparse-MoE decoders of the papers, with presets and training recipes;
+//! * [`diagnostics`]: what the papers measure on trained streams;
 //! * [`mod@upcycle`]: a trained plain model goes on with another scheme;
 //! * [`device`]: choosing a device at run time.
 //!
@@ -40,6 +41,7 @@
 //! backends, `autotune` its kernel tuning.
 
 pub mod device;
+pub mod diagnostics;
 pub mod model;
 pub mod nn;
 pub mod ops;

@@ -3,32 +3,60 @@
 //! Every operation of this workspace is token-wise: batch and sequence flatten to `tokens`, and the softmax runs over
 //! *depth* (the entries of a history), not over positions.
 //!
+//! # A pass
+//!
+//! A pass over a model has `branches` reads, one before each branch, and one output read: `reads = branches + 1`. What belongs
+//! to a read lies in buffers with a row for every read (*arenas*): an operation takes the whole arena and the row, and
+//! touches no other. Forward:
+//!
+//! ```text
+//! pack_site                     once a site
+//! pack_fwd                      the embedding, entry 0
+//! for each block:
+//!   prefix_fwd                  all of its reads at once
+//!   read_fwd                    of the first branch
+//!   read_fwd with `open`        of every later branch, after the write of the branch before
+//!   close_fwd                   the write of the last branch, as the next entry
+//! prefix_fwd, read_fwd          the output; with `open` if the last block is
+//! ```
+//!
+//! Backward, in the order of the walk back: `read_bwd` of the output; for each block `prefix_bwd_history` of its entry,
+//! `write_bwd` of its last branch, `read_bwd` of its branches; `prefix_bwd_history` of the embedding, summed over the streams;
+//! `prefix_bwd_query` for all queries. Retrieved states, logits and the gradient of the open state are replaced in place.
+//!
 //! # Layouts
 //!
 //! All operands are row-major and contiguous, the last axis fastest.
 //!
-//! | operand | shape |
-//! |---|---|
-//! | history | `[entries, tokens, streams, d_model]` |
-//! | inverse RMS of the history | `[entries, tokens, streams]` |
-//! | partial state, one entry | `[tokens, streams, d_model]` |
-//! | queries of a block | `[branches, streams, d_model]` |
-//! | logits | `[entries, branches, tokens, streams]` |
-//! | log-sum-exp | `[branches, tokens, streams]` |
-//! | retrieved states | `[branches, tokens, streams, d_model]` |
-//! | branch input, branch output | `[tokens, d_model]` |
-//! | gates | `[tokens, 2]` (alpha, beta), `[tokens, 1]` (rho) |
+//! | operand | shape | type |
+//! |---|---|---|
+//! | history, of which `entries` are there | `[capacity, tokens, streams, d_model]` | states' |
+//! | inverse RMS of the history | `[capacity, tokens, streams]` | f32 |
+//! | state of the open block, one entry | `[tokens, streams, d_model]` | states' |
+//! | branch input, branch output | `[tokens, d_model]` | states' |
+//! | queries | `[reads, outputs, d_model]` | f32 |
+//! | logits | `[capacity, reads, tokens, outputs]` | f32 |
+//! | log-sum-exp | `[reads, tokens, outputs]` | f32 |
+//! | retrieved states, one a slot | `[slots, tokens, outputs, d_model]` | states' |
+//! | a [site's](site) parameters | `[10 * d_model + 8]` | f32 |
+//! | gates alpha, beta, rho | `[reads, tokens, 5]` | f32 |
+//! | gradients of beta, shifts | `[reads, tokens, 2 + outputs]` | f32 |
+//!
+//! A slot is where a read's retrieved state lies: a row of its own where a backward follows, or one that the next block uses
+//! again. Outputs are the streams of a query; they are the history's but in one case of [`prefix`].
 //!
 //! # Element types
 //!
-//! States are stored in f32, f16 or bf16 and always accumulated in f32; f64 is accumulated in f64 and exists for
-//! host-side references only; kernels refuse it. The caller allocates every output, which a kernel writes in full.
+//! States are stored in f32, f16 or bf16 and always accumulated in f32; parameters and scalars of a token are f32. f64 exists
+//! for host-side references only; kernels refuse it. The caller allocates every output, of which a kernel writes its rows
+//! in full.
 //!
 //! # Launching
 //!
 //! An operation is a function on [`Operand`]s and a CubeCL client. It checks shapes, types and buffers ([`KernelError`]),
-//! chooses a launch that suits the device ([`Tuning`] overrides), and launches; without tokens it launches nothing. Equal
-//! calls on one device give equal bits.
+//! chooses a launch that suits the device ([`Tuning`] overrides), and launches; [`launches`] counts. Without tokens it
+//! launches nothing, but for [`read_bwd`](read::read_bwd), whose gradients of parameters are zero then. Equal calls on one
+//! device give equal bits. No kernel has more than 12 operands.
 //!
 //! ```
 //! use cubecl::Device;
@@ -61,6 +89,9 @@
 //!         logit: Operand::new(&logit, &[entries, branches, tokens, streams], F32),
 //!         state: Operand::new(&state, &[branches, tokens, streams, d_model], F32),
 //!         entries,
+//!         first: 0,
+//!         count: branches,
+//!         slot: 0,
 //!     },
 //!     Routing::CrossKey,
 //!     Tuning::default(),

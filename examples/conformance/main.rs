@@ -13,6 +13,7 @@ use std::str::FromStr;
 use burn::tensor::DType;
 use clap::Parser;
 use dar_burn::device::{self, DeviceChoice};
+use dar_burn::ops::Implementation;
 
 use golden::{Case, Reason, Tester, case_files, computes};
 
@@ -20,7 +21,7 @@ use golden::{Case, Reason, Tester, case_files, computes};
 /// and modules against a float64 reference.
 ///
 /// Prints a line a case with the tensor whose relative RMS error is largest in proportion to its bound. Bounds: f32
-/// 1e-5; f64 1e-10; f16 and bf16 twice the error of the operations on flex in the same type, and at least 2 units in
+/// 1e-5; f64 1e-10; f16 and bf16 twice the error of the composed operations on flex in the same type, and at least 2 units in
 /// the last place; cases named `extreme` at least 1e-3, finite, and the right winner.
 ///
 /// Exits with 1 if a case failed, an unreadable file or an unknown operation included, and with 2 on bad arguments.
@@ -33,6 +34,9 @@ struct Args {
     /// f32, f16, bf16 or f64.
     #[arg(long, default_value = "f32")]
     dtype: ElementType,
+    /// Composed operations instead of fused ones.
+    #[arg(long)]
+    composed: bool,
     /// Golden cases, or folders of them.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -56,7 +60,8 @@ impl FromStr for ElementType {
 }
 
 fn main() -> ExitCode {
-    let Args { device, dtype: ElementType(dtype), files } = Args::parse();
+    let Args { device, dtype: ElementType(dtype), composed, files } = Args::parse();
+    let implementation = if composed { Implementation::Composed } else { Implementation::Fused };
     let opened = device::open(device).map_err(|error| error.to_string());
     let opened = match opened.and_then(|opened| computes(&opened, dtype).map(|()| opened)) {
         Ok(opened) => opened,
@@ -68,7 +73,7 @@ fn main() -> ExitCode {
     println!("{}, {dtype:?}", opened.name);
 
     let reference = device::open(DeviceChoice::Flex).ok().map(|flex| flex.device);
-    let tester = Tester::new(opened.device, dtype, reference);
+    let tester = Tester::new(opened.device, dtype, implementation, reference);
     // A panic becomes the reason on the case's line.
     std::panic::set_hook(Box::new(|_| {}));
     let (mut passed, mut failed) = (0, 0);

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use burn::tensor::DType;
 use dar_burn::device::{DeviceChoice, open};
+use dar_burn::ops::Implementation;
 
 use crate::support::devices::device;
 use crate::support::golden::{Case, Tester, case_files};
@@ -50,7 +51,6 @@ fn golden_cases_pass(choice: DeviceChoice, dtype: DType) {
         return;
     };
     let reference = open(DeviceChoice::Flex).ok().map(|flex| flex.device);
-    let tester = Tester::new(opened.device.clone(), dtype, reference);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut files = case_files(&folder).unwrap();
     if opened.software {
@@ -60,22 +60,28 @@ fn golden_cases_pass(choice: DeviceChoice, dtype: DType) {
             ["r3s4n7d24", "l4k1n3d10", "extreme"].iter().any(|size| name.contains(size))
         });
     }
-    let failures: Vec<String> = files
-        .iter()
-        .filter_map(|file| {
-            let report = Case::read(file).and_then(|case| tester.check(&case));
-            let failure = match report {
-                Ok(report) => {
-                    let (error, bound) = (report.error, report.bound);
-                    report.failure.map(|failure| format!("{failure} (worst {error:.1e}, bound {bound:.1e})"))
-                }
-                Err(reason) => Some(reason),
-            };
-            failure.map(|failure| format!("{}: {failure}", file.display()))
-        })
-        .collect();
-    let (failed, all) = (failures.len(), files.len());
-    assert!(failures.is_empty(), "{failed} of {all} cases fail on {}:\n{}", opened.name, failures.join("\n"));
+    for implementation in [Implementation::Fused, Implementation::Composed] {
+        let tester = Tester::new(opened.device.clone(), dtype, implementation, reference.clone());
+        let failures: Vec<String> = files.iter().filter_map(|file| failure(&tester, file)).collect();
+        let (failed, all) = (failures.len(), files.len());
+        let about = format!("{implementation:?} on {}", opened.name);
+        assert!(failures.is_empty(), "{failed} of {all} cases fail, {about}:\n{}", failures.join("\n"));
+        // Operations know one implementation only.
+        files.retain(|file| file.to_string_lossy().contains("_stack"));
+    }
+}
+
+/// What is wrong with a case, if anything is.
+fn failure(tester: &Tester, file: &Path) -> Option<String> {
+    let report = Case::read(file).and_then(|case| tester.check(&case));
+    let failure = match report {
+        Ok(report) => {
+            let (error, bound) = (report.error, report.bound);
+            report.failure.map(|failure| format!("{failure} (worst {error:.1e}, bound {bound:.1e})"))
+        }
+        Err(reason) => Some(reason),
+    };
+    failure.map(|failure| format!("{}: {failure}", file.display()))
 }
 
 /// The evaluator has to see what is wrong, or passing means nothing.
@@ -84,7 +90,7 @@ fn a_wrong_gradient_a_lost_tensor_and_an_unknown_operation_fail() {
     let Some(opened) = device(DeviceChoice::Flex, DType::F32) else {
         return;
     };
-    let tester = Tester::new(opened.device.clone(), DType::F32, None);
+    let tester = Tester::new(opened.device.clone(), DType::F32, Implementation::Fused, None);
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/merge_r3s4n7d24_cross_key.safetensors");
     let read = || Case::read(&file).unwrap();
     let report = tester.check(&read()).unwrap();

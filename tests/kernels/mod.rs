@@ -1,6 +1,7 @@
 //! The kernels on every CubeCL device, against the golden cases and the composed operations in f64 on Flex.
 
 mod pack;
+mod pass;
 mod prefix;
 mod read;
 mod site;

@@ -36,11 +36,13 @@ fn schemes() -> Vec<(String, ResidualConfig)> {
     all
 }
 
-/// A model whose residual parameters all matter, in `dtype`: gradients are rounded to the type of their parameter.
+/// A model whose residual parameters all matter, in `dtype`: gradients are rounded to the type of their parameter. Its
+/// branches are weak: rounding must not grow from branch to branch, or nothing would tell it from a fault.
 fn toy(config: &ResidualConfig, device: &Device, dtype: DType) -> Toy {
     let toy = Toy::new(config, &BranchLayout::new(D_MODEL, BRANCHES), device);
-    let toy = Toy { residual: toy.residual.map(&mut Stir::new()), ..toy };
-    toy.map(&mut Cast(dtype))
+    let weak = |weight: Param<Tensor<2>>| weight.map(|weight| (weight * 0.3).detach().require_grad());
+    let weights = toy.weights.into_iter().map(weak).collect();
+    Toy { residual: toy.residual.map(&mut Stir::new()), weights, ..toy }.map(&mut Cast(dtype))
 }
 
 struct Cast(DType);
@@ -77,28 +79,45 @@ fn run(config: &ResidualConfig, device: &Device, dtype: DType, usage: &Use) -> V
     all
 }
 
-/// Both implementations agree: on Flex in f64, on other devices in f32 with f64 on Flex.
+/// Both implementations agree: on Flex in f64, on other devices in f32 with f64 on Flex, where a pass may lose what the
+/// composed one loses on Flex.
 #[track_caller]
 fn agree(about: &str, config: &ResidualConfig, device: &dyn Fn(Device) -> Device, usage: &Use) {
     let composed = config.clone().with_implementation(Implementation::Composed);
     let truth = run(&composed, &device(flex()), DType::F64, usage);
     for opened in devices() {
-        let on_flex = opened.device == flex();
-        let (dtype, bound) = if on_flex { (DType::F64, 1e-10) } else { (DType::F32, 2e-5) };
-        for memory in [Memory::Fastest, Memory::Leanest] {
-            let config = config.clone().with_memory(memory);
-            let got = run(&config, &device(opened.device.clone()), dtype, usage);
-            assert_eq!(got.len(), truth.len());
-            for (index, (got, truth)) in got.iter().zip(&truth).enumerate() {
+        let (dtype, bound) = if opened.device == flex() {
+            (DType::F64, 1e-10)
+        } else {
+            // Some gradients are small sums of large terms; a wrong kernel is off by its whole result.
+            let lost = errors(&run(&composed, &device(flex()), DType::F32, usage), &truth);
+            let lost = lost.into_iter().fold(1e-6, f64::max);
+            assert!(lost <= 1e-4, "{about}: {lost:.1e} on the CPU");
+            (DType::F32, 10.0 * lost)
+        };
+        let [fastest, leanest] = [Memory::Fastest, Memory::Leanest].map(|memory| {
+            run(&config.clone().with_memory(memory), &device(opened.device.clone()), dtype, usage)
+        });
+        assert!(dtype == DType::F32 || fastest == leanest, "{about}: what is computed again is not the same");
+        for (memory, got) in [(Memory::Fastest, fastest), (Memory::Leanest, leanest)] {
+            let got = errors(&got, &truth);
+            for (index, error) in got.into_iter().enumerate() {
                 let about = format!("{about}, {memory:?}, {}, tensor {index}", opened.name);
-                // A gradient that is zero by structure may be there or not.
-                let zeros = vec![0.0; got.len().max(truth.len())];
-                let [got, truth] = [got, truth].map(|x| if x.is_empty() { &zeros } else { x });
-                let error = relative_error(got, truth, 1e-3);
                 assert!(error <= bound, "{about}: {error:.1e} > {bound:.1e}");
             }
         }
     }
+}
+
+/// Of every tensor; a gradient that is zero by structure may be there or not.
+fn errors(got: &[Vec<f64>], truth: &[Vec<f64>]) -> Vec<f64> {
+    assert_eq!(got.len(), truth.len());
+    let pairs = got.iter().zip(truth).map(|(got, truth)| {
+        let zeros = vec![0.0; got.len().max(truth.len())];
+        let [got, truth] = [got, truth].map(|x| if x.is_empty() { &zeros } else { x });
+        relative_error(got, truth, 1e-3)
+    });
+    pairs.collect()
 }
 
 fn step(toy: &Toy, state: ResidualState<2>, branch: usize, sign: f64) -> ResidualState<2> {

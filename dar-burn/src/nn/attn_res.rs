@@ -231,7 +231,7 @@ impl AttnRes {
     pub(super) fn start(&self, x: Tensor<2>) -> AttnResState {
         let [tokens, d_model] = x.dims();
         // Nothing to fuse without tokens.
-        if self.implementation == Implementation::Composed || tokens == 0 || !crate::ops::pass::runs_on(&x) {
+        if self.implementation == Implementation::Composed || tokens == 0 {
             return AttnResState::Composed(self.start_composed(x));
         }
         let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));

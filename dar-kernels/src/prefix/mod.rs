@@ -1,4 +1,4 @@
-//! Completed-history prefix (A.2–A.5): what every query of a block finds in the history, in one pass over it.
+//! Completed-history prefix (A.2–A.5): what the queries of a block find in the history, in one pass over it.
 //!
 //! ```text
 //! for each token:                                            one cube
@@ -9,21 +9,28 @@
 //!   lse[s,j] = m + ln Z;  state[s,j] = U / Z                 (A.5)
 //! ```
 //!
-//! Backward, with `p = exp(a - lse)`; d_value holds the whole gradient of an entry, formed once in f32:
+//! Queries, `lse` and `logit` are arenas of all reads of a pass, of which one launch serves a range. `key(j)` and `value(j)`
+//! are the streams of the [`Routing`](crate::Routing) for output j. There are as many outputs as streams, but for Attention
+//! Residuals with projected values (21), whose history holds two streams, the state that gives the key and the projected
+//! value, for one output.
+//!
+//! Backward, with `p = exp(a - lse)`, after [`read_bwd`](crate::read::read_bwd) has put d_state in the place of the retrieved
+//! states. Nothing accumulates in half precision: d_value is the whole gradient of one entry, formed once in f32 from all
+//! reads that saw it.
 //!
 //! ```text
-//! shift[s,j]   = d_lse[s,j] - <d_state[s,j], state[s,j]>
-//! d_a[r,s,j]   = p (<d_state[s,j], C[r,value(j)]> + shift[s,j])
+//! shift[s,j]   = d_lse[s,j] - <d_state[s,j], state[s,j]>              from `read_bwd`
+//! d_a[r,s,j]   = p (<d_state[s,j], C[r,value(j)]> + shift[s,j])       in the place of a
 //! d_key[r,i]   = sum of d_a[r,s,j] q[s,j] over key(j) = i
 //! d_value[r,i] = sum of p d_state[s,j] over value(j) = i
 //!                + inv_rms (d_key - key <d_key, key> / d_model)       key = inv_rms C[r,i]; <d_key, key> = sum of d_a a
-//! d_query[s,j] = sum over r and tokens of d_a[r,s,j] key[r,key(j)]    in two stages
+//! d_query[s,j] += sum of d_a[r,s,j] key[r,key(j)] over tokens and the entries r ≤ s / branches_per_block, in two stages
 //! ```
 //!
-//! `key(j)` and `value(j)` are the streams of the [`Routing`](crate::Routing). A unit owns the same columns of all streams, as one stream's
-//! values are the other one's keys. Bytes moved: `2 b` units of `tokens × d_model` are read and `2 S` written for b
-//! entries, S queries and two streams, beside the scalars of each token. The
-//! backward reads `4 S` for the shift, `2 + 2 S` an entry for its gradient and `2 b` for the queries, and writes `2 b`.
+//! A unit owns the same columns of all streams, as one stream's values are the other one's keys. Bytes moved: `2 b` units of
+//! `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams, beside the scalars of each token.
+//! The backward of an entry reads `2 + 2 L` for the L reads that saw it and writes 2 (the embedding: 1); that of the queries
+//! reads `2 b`, once for every 16 queries × outputs.
 
 mod bwd;
 mod config;

@@ -1,7 +1,11 @@
-//! Residual read (A.6–A.10, 13–16): merge with the partial state, gates and branch input.
+//! Residual read (A.6–A.10, 13–16), after the write of the branch before it (17).
+//!
+//! Between two branches lies one kernel. Where a block is open it first completes the state P of that block by the output
+//! of the branch before, stores it, and goes on with what is stored:
 //!
 //! ```text
 //! for each token:                                                          one cube
+//!   P        = M(rho) P_before + beta y, of the read before                (17)    see `write`; stored
 //!   a^j      = inv_rms(P^key(j)) <q^j, P^key(j)>                           (A.8)   first sum over the cube
 //!   rho      = sigmoid(s_rho norm([P0; P1]) W_rho + b_rho)                 (16)    of the same sum
 //!   h^j      = softmax merge of (lse^j, hist^j) with (a^j, P^value(j))     (A.9, A.10)
@@ -10,19 +14,35 @@
 //!   input    = alpha0 h0 + alpha1 h1                                       (15)
 //! ```
 //!
-//! Backward, every cube walking many tokens with the site's gradients in registers; x̂ is the norm of x, n its factor:
+//! What is there decides what a read is:
+//!
+//! | read | `open` | `site` | `gate` | streams | what differs |
+//! |---|---|---|---|---|---|
+//! | first branch of a block | | yes | yes | 2 | h is hist, rho is 1 |
+//! | later branch | yes | yes | yes | 2 | |
+//! | output, all blocks complete | | | | any | input = sum of hist^j |
+//! | output, a block open | yes | | yes | 2 | input = sum of h^j |
+//! | Attention Residuals, first branch and output | | | | 1 | input = hist |
+//! | Attention Residuals, later branch | yes | | | 1 | P = P_before + y, input = h |
+//!
+//! Backward of the read and of the write before it, every cube walking many tokens with the parameters' gradients in
+//! registers; P' is the state after the branch that read, x̂ is the norm of x, n its factor:
 //!
 //! ```text
 //!   through a norm:  d_x = n (d_x̂ - x̂ <d_x̂, x̂> / length);  <d_x̂, x̂> is known from the forward's sums
 //!   d_h^j    = alpha^j d_input + (norm of [h0; h1]): sum of s W d_gate_logit          (13–15)
-//!   d_hist^j = lambda^j d_h^j;  d_lse^j = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)>;  d_a^j = -d_lse^j
-//!   d_P      = (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j, (norm of [P0; P1]): s W_rho d_rho_logit
-//!   d_W, d_q, d_bias, d_scale: a row a cube, then the sum of the rows
+//!   d_hist^j = lambda^j d_h^j, in hist's place;  d_lse^j = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)> = -d_a^j
+//!   shift^j  = d_lse^j - <d_hist^j, hist^j>: what the history's backward needs beside d_hist
+//!   d_rho    = <d_P'^0 - d_P'^1, P^0 - P^1>                                           (17)
+//!   d_P      = M(rho) d_P' + (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j,
+//!              (norm of [P0; P1]): s W_rho d_rho_logit; in d_P''s place
+//!   d_y      = sum over j of beta^j d_P^j;  d_beta^j = <d_P^j, y>, of the branch before
+//!   d_W, d_q, d_bias, d_scale: a row a cube, then the sum of the rows, into the parameters' own shapes
 //! ```
 //!
-//! A block's first branch has no partial state: h is the retrieved state, and rho is 1 (unused). The norms are taken of
-//! whole pairs of streams; as they are scalars of a token, the products with W need no normalised copy. Bytes moved, in
-//! units of `tokens × d_model`: two for the retrieved state and two for the partial one are read, one is written.
+//! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no normalised
+//! copy. Bytes moved, in units of `tokens × d_model` with two streams: five are read and three written (first branch: two
+//! and one); backward eight and five (three and two).
 
 mod bwd;
 mod config;

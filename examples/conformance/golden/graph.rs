@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
-use dar_burn::ops::accumulator;
+use dar_burn::ops::{Implementation, accumulator};
 
 use super::Reason;
 use super::case::{Array, Case};
@@ -55,15 +55,17 @@ pub struct Graph<'a> {
     pub device: Device,
     /// Type of the states and parameters.
     pub storage: DType,
+    /// Of the schemes that have a choice.
+    pub implementation: Implementation,
     inputs: Vec<Input>,
     outputs: Vec<Output>,
     loss: Option<Tensor<1>>,
 }
 
 impl<'a> Graph<'a> {
-    pub fn new(case: &'a Case, device: &Device, storage: DType) -> Self {
+    pub fn new(case: &'a Case, device: &Device, storage: DType, implementation: Implementation) -> Self {
         let device = device.clone().autodiff();
-        Self { case, device, storage, inputs: Vec::new(), outputs: Vec::new(), loss: None }
+        Self { case, device, storage, implementation, inputs: Vec::new(), outputs: Vec::new(), loss: None }
     }
 
     /// Type of gates, log-sum-exps and sums.

@@ -16,6 +16,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::tensor::{DType, Device};
 use dar_burn::device::{DeviceChoice, OpenDevice};
+use dar_burn::ops::Implementation;
 
 pub use case::{Case, case_files};
 pub use measure::Report;
@@ -30,21 +31,23 @@ pub type Reason = String;
 pub struct Tester {
     device: Device,
     dtype: DType,
+    implementation: Implementation,
     reference: Option<Device>,
 }
 
 impl Tester {
-    /// Half types are also evaluated on `reference` in the same type, which gives their bound (see [`measure`]).
-    pub fn new(device: Device, dtype: DType, reference: Option<Device>) -> Self {
-        Self { device, dtype, reference }
+    /// Half types are also evaluated on `reference` in the same type by the composed graph, which gives their bound (see
+    /// [`measure`]).
+    pub fn new(device: Device, dtype: DType, implementation: Implementation, reference: Option<Device>) -> Self {
+        Self { device, dtype, implementation, reference }
     }
 
     /// Compares all outputs and gradients of `case`. An error, a panic included, is the reason why there is no report.
     pub fn check(&self, case: &Case) -> Result<Report, Reason> {
-        let got = evaluate(case, &self.device, self.dtype)?;
+        let got = evaluate(case, &self.device, self.dtype, self.implementation)?;
         let half = matches!(self.dtype, DType::F16 | DType::BF16);
         let reference = match &self.reference {
-            Some(reference) if half => Some(evaluate(case, reference, self.dtype)?),
+            Some(reference) if half => Some(evaluate(case, reference, self.dtype, Implementation::Composed)?),
             _ => None,
         };
         measure::compare(case, &got, &Bounds::new(case, self.dtype, reference.as_ref()))
@@ -68,9 +71,9 @@ pub fn computes(device: &OpenDevice, dtype: DType) -> Result<(), Reason> {
 }
 
 /// Outputs `out.NAME` and gradients `grad.NAME` in the layout of the file.
-fn evaluate(case: &Case, device: &Device, dtype: DType) -> Result<Results, Reason> {
+fn evaluate(case: &Case, device: &Device, dtype: DType, implementation: Implementation) -> Result<Results, Reason> {
     let run = || {
-        let mut graph = Graph::new(case, device, dtype);
+        let mut graph = Graph::new(case, device, dtype, implementation);
         match case.op()? {
             op if op.ends_with("_stack") => stacks::run(op, &mut graph)?,
             op => ops::run(op, &mut graph)?,

@@ -13,7 +13,7 @@ use super::ops::{routing, sinkhorn_order};
 
 /// Builds inputs and output of the model `op`.
 pub fn run(op: &str, graph: &mut Graph) -> Result<(), Reason> {
-    let config = config(op, graph)?;
+    let config = config(op, graph)?.with_implementation(graph.implementation);
     let weights = graph.rows::<2>("W")?;
     let x = graph.input::<2>("x", Same)?;
     let layout = BranchLayout::new(x.dims()[1], weights.len());

@@ -19,7 +19,7 @@ use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, wri
 use dar_kernels::{KernelError, Operand, Routing, Tuning};
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
+    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::require;
@@ -40,6 +40,12 @@ impl Rows {
     fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Self {
         let CubeTensor { client, device, .. } = &self.0;
         Self(empty_device_contiguous_dtype(client.clone(), device.clone(), shape.into(), dtype))
+    }
+
+    /// The same memory in another shape.
+    fn as_shape(&self, shape: impl Into<Shape>) -> Self {
+        let CubeTensor { client, device, handle, dtype, .. } = self.0.clone();
+        Self(CubeTensor::new_contiguous(client, device, shape.into(), handle, dtype))
     }
 
     fn operand(&self) -> Operand<'_> {
@@ -227,17 +233,16 @@ impl PassKernels for CubeBackend {
             Some(d_written) => Rows::new(d_written.copy()),
             None => state.empty([tokens, streams, d_model], dtype),
         });
-        let d_output = output.as_ref().map(|_| state.empty([tokens, d_model], dtype));
+        // Without gates it is the gradient of the state before.
+        let d_output = output.as_ref().zip(gate.as_ref()).map(|_| state.empty([tokens, d_model], dtype));
         let d_site = site.as_ref().filter(|_| parameters).map(|site| {
             Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype))
         });
-        let open = partial.as_ref().zip(output.as_ref()).zip(d_partial.as_ref()).map(|((partial, output), d_partial)| {
-            OpenBwd {
-                partial: partial.operand(),
-                d_partial: d_partial.operand(),
-                output: output.operand(),
-                d_output: d_output.as_ref().map(Rows::operand),
-            }
+        let open = partial.as_ref().zip(d_partial.as_ref()).map(|(partial, d_partial)| OpenBwd {
+            partial: partial.operand(),
+            d_partial: d_partial.operand(),
+            output: output.as_ref().filter(|_| gate.is_some()).map(Rows::operand),
+            d_output: d_output.as_ref().map(Rows::operand),
         });
         let operands = ReadBwd {
             state: state.operand(),
@@ -256,6 +261,10 @@ impl PassKernels for CubeBackend {
             eps,
         };
         launched(read_bwd(&state.0.client, operands, routing, Tuning::default()));
+        let d_output = match (&d_partial, &gate) {
+            (Some(d_partial), None) => Some(d_partial.as_shape([tokens, d_model])),
+            _ => d_output,
+        };
         let d_site = match d_site {
             Some(d_site) => OptionalSite::Given(Site::from_array(d_site.map(|rows| rows.0))),
             None => OptionalSite::Absent,
@@ -294,6 +303,7 @@ impl PassKernels for CubeBackend {
     fn pass_entry_backward(
         prefix: Prefix<Self>,
         d_token: FloatTensor<Self>,
+        d_logit: FloatTensor<Self>,
         entry: usize,
         first: usize,
         last: usize,
@@ -302,10 +312,11 @@ impl PassKernels for CubeBackend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let Prefix { value, inv_rms, query, lse, logit, state } = prefix;
         let [value, inv_rms, query, lse, logit, state] = [value, inv_rms, query, lse, logit, state].map(Rows::new);
-        let d_token = Rows::new(d_token);
+        let [d_token, d_logit] = [d_token, d_logit].map(Rows::new);
         let [_, tokens, streams, d_model] = value.shape();
         let shape = if sum { Shape::new([tokens, d_model]) } else { Shape::new([tokens, streams, d_model]) };
         let d_value = value.empty(shape, value.0.dtype);
+        #[cfg(any())] {
         let operands = PrefixBwdHistory {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
@@ -314,37 +325,29 @@ impl PassKernels for CubeBackend {
             logit: logit.operand(),
             d_state: state.operand(),
             d_token: d_token.operand(),
+            d_logit: d_logit.operand(),
             d_value: d_value.operand(),
             entry,
             first,
             last,
         };
         launched(prefix_bwd_history(&value.0.client, operands, routing, Tuning::default()));
-        (d_value.0, logit.0)
+        }
+        (d_value.0, d_logit.0)
     }
 
     fn pass_query_backward(
-        value: FloatTensor<Self>,
-        inv_rms: FloatTensor<Self>,
-        d_logit: FloatTensor<Self>,
-        d_query: FloatTensor<Self>,
+        queries: QueryBackward<Self>,
         first: usize,
         last: usize,
         branches_per_block: usize,
         routing: Routing,
     ) -> FloatTensor<Self> {
-        let [value, inv_rms, d_logit, d_query] = [value, inv_rms, d_logit, d_query].map(Rows::new);
-        let operands = PrefixBwdQuery {
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            d_logit: d_logit.operand(),
-            d_query: d_query.operand(),
-            entries: value.shape::<4>()[0],
-            first,
-            reads: last,
-            branches_per_block,
-        };
-        launched(prefix_bwd_query(&value.0.client, operands, routing, Tuning::default()));
+        let QueryBackward { value, inv_rms, lse, logit, d_logit, d_token, d_query } = queries;
+        let [value, inv_rms, lse, logit] = [value, inv_rms, lse, logit].map(Rows::new);
+        let [d_logit, d_token, d_query] = [d_logit, d_token, d_query].map(Rows::new);
+        unimplemented!();
+        #[cfg(any())] launched(prefix_bwd_query(&value.0.client, operands, routing));
         d_query.0
     }
 }

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Shape, Tensor, activation::sigmoid};
 use dar_kernels::Routing;
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
+    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::{accumulate, accumulator, inverse_rms};
@@ -402,10 +402,12 @@ impl PassKernels for Flex {
             }
         }
 
-        // What every logit's gradient has in common: d_lse - <d_hist, hist>.
+        // What every logit's gradient has in common: d_lse - <d_hist, hist>, of the gradient as it is stored. The gradients of
+        // all logits of a query sum to d_lse only if all of them see the same d_hist.
+        let d_found: Vec<Tensor<2>> = d_found.into_iter().map(|d| d.cast(storage).cast(dtype)).collect();
         let shifts = (0..outputs).map(|j| d_lse[j].clone() - dot(&d_found[j], &stream(&retrieved, j)));
-        let shifts = Tensor::cat(shifts.collect(), 1).unsqueeze_dim::<3>(0);
-        d_token = d_token.slice_assign([index..index + 1, 0..tokens, 2..2 + outputs], shifts);
+        let shifts = Tensor::cat(shifts.chain(d_lse.iter().cloned()).collect(), 1).unsqueeze_dim::<3>(0);
+        d_token = d_token.slice_assign([index..index + 1, 0..tokens, 2..2 + 2 * outputs], shifts);
 
         // Write of the branch before (17).
         let mut d_output = None;
@@ -470,6 +472,7 @@ impl PassKernels for Flex {
     fn pass_entry_backward(
         prefix: Prefix<Self>,
         d_token: FloatTensor<Self>,
+        d_logit: FloatTensor<Self>,
         entry: usize,
         first: usize,
         last: usize,
@@ -481,9 +484,9 @@ impl PassKernels for Flex {
         let value = accumulate(row::<4, 3>(&value, entry));
         let [_, lanes, _] = value.dims();
         let (query, lse, d_token) = (tensor::<3>(prefix.query), tensor::<3>(prefix.lse), tensor::<3>(d_token));
-        let (mut logit, d_states) = (tensor::<4>(prefix.logit), tensor::<4>(prefix.state));
+        let (of_entry, d_states) = (row::<4, 3>(&tensor(prefix.logit), entry), tensor::<4>(prefix.state));
         let [_, _, outputs, _] = d_states.dims();
-        let of_entry = row::<4, 3>(&logit, entry); // [reads, tokens, outputs]
+        let mut all_d_logits = tensor::<4>(d_logit);
 
         let mut by_value: Vec<Tensor<2>> = (0..lanes).map(|j| stream(&value, j).zeros_like()).collect();
         let mut by_key = by_value.clone();
@@ -504,7 +507,7 @@ impl PassKernels for Flex {
                 d_logits.push(d_logit);
             }
             let d_logits = Tensor::cat(d_logits, 1).unsqueeze::<4>();
-            logit = logit.slice_assign([entry..entry + 1, read..read + 1], d_logits);
+            all_d_logits = all_d_logits.slice_assign([entry..entry + 1, read..read + 1], d_logits);
         }
         let parts = by_value.into_iter().zip(by_key).enumerate();
         let parts: Vec<Tensor<2>> = parts
@@ -516,37 +519,43 @@ impl PassKernels for Flex {
         } else {
             primitive(streams(parts).cast(storage))
         };
-        (d_value, primitive(logit))
+        (d_value, primitive(all_d_logits))
     }
 
     fn pass_query_backward(
-        value: FloatTensor<Self>,
-        inv_rms: FloatTensor<Self>,
-        d_logit: FloatTensor<Self>,
-        d_query: FloatTensor<Self>,
+        queries: QueryBackward<Self>,
         first: usize,
         last: usize,
         branches_per_block: usize,
         routing: Routing,
     ) -> FloatTensor<Self> {
-        let (value, inv_rms) = (tensor::<4>(value), tensor::<3>(inv_rms));
-        let (d_logit, mut d_query) = (tensor::<4>(d_logit), tensor::<3>(d_query));
+        let (value, inv_rms) = (tensor::<4>(queries.value), tensor::<3>(queries.inv_rms));
+        let (lse, logit) = (tensor::<3>(queries.lse), tensor::<4>(queries.logit));
+        let (d_logit, d_token) = (tensor::<4>(queries.d_logit), tensor::<3>(queries.d_token));
+        let mut d_query = tensor::<3>(queries.d_query);
         let [entries, _, _, outputs] = d_logit.dims();
-        for entry in 0..entries {
-            let seen_from = entry * branches_per_block;
-            let d_logit = row::<4, 3>(&d_logit, entry); // [reads, tokens, outputs]
-            let value = accumulate(row::<4, 3>(&value, entry));
-            let inv_rms = row::<3, 2>(&inv_rms, entry);
-            for read in first.max(seen_from)..last {
-                let d_logit = row::<3, 2>(&d_logit, read);
+        for read in first..last {
+            let seen = (read / branches_per_block + 1).min(entries);
+            let of_read = |x: &Tensor<4>, entry| row::<3, 2>(&row::<4, 3>(x, entry), read); // [tokens, outputs]
+            // Retrieved states are stored, so that the shift is rounded, and the sum of the gradients is not d_lse. What is
+            // left over goes back in proportion to the weights.
+            let d_logits: Vec<Tensor<2>> = (0..seen).map(|entry| of_read(&d_logit, entry)).collect();
+            let sum = d_logits.iter().cloned().reduce(|sum, d| sum + d).expect("a read sees an entry");
+            let excess = sum - row::<3, 2>(&d_token, read).narrow(1, 2 + outputs, outputs);
+            let mut total = row::<3, 2>(&d_query, read);
+            for (entry, d_logit) in d_logits.into_iter().enumerate() {
+                let p = (of_read(&logit, entry) - row(&lse, read)).exp();
+                let d_logit = d_logit - p * excess.clone();
+                let value = accumulate(row::<4, 3>(&value, entry));
+                let inv_rms = row::<3, 2>(&inv_rms, entry);
                 let rows = (0..outputs).map(|j| {
                     let key = routing.key_stream(j);
                     let key = stream(&value, key) * column(&inv_rms, key);
                     column(&d_logit, j).transpose().matmul(key)
                 });
-                let sum = row::<3, 2>(&d_query, read) + Tensor::cat(rows.collect(), 0);
-                d_query = with_row(d_query, read, sum);
+                total = total + Tensor::cat(rows.collect(), 0);
             }
+            d_query = with_row(d_query, read, total);
         }
         primitive(d_query)
     }

@@ -199,7 +199,8 @@ pub(crate) struct ReadBackward<B: Backend> {
     pub site: OptionalTensor<B>,
     #[extension_type]
     pub gate: OptionalTensor<B>,
-    /// In place: d_beta of a read's branch, then its shift. `[reads, tokens, 2 + outputs]`
+    /// In place: d_beta of a read's branch, then the shift of its logits' gradients, then d_lse.
+    /// `[reads, tokens, 2 + 2 * outputs]`
     pub d_token: FloatTensor<B>,
     /// In place: a row of the open block's part of the queries' gradient. `[reads, outputs, d_model]`
     pub d_query: FloatTensor<B>,
@@ -219,6 +220,20 @@ pub(crate) struct ReadGradients<B: Backend> {
     #[extension_type]
     pub d_site: OptionalSite<B>,
     pub d_token: FloatTensor<B>,
+    pub d_query: FloatTensor<B>,
+}
+
+/// Operands of [`PassKernels::pass_query_backward`].
+#[derive(Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "cube"))]
+pub(crate) struct QueryBackward<B: Backend> {
+    pub value: FloatTensor<B>,
+    pub inv_rms: FloatTensor<B>,
+    pub lse: FloatTensor<B>,
+    pub logit: FloatTensor<B>,
+    pub d_logit: FloatTensor<B>,
+    pub d_token: FloatTensor<B>,
+    /// In place. `[reads, outputs, d_model]`
     pub d_query: FloatTensor<B>,
 }
 
@@ -310,16 +325,15 @@ pub(crate) trait PassKernels: Backend {
         branch: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// The whole gradient of entry `entry` from reads `first .. last`, whose logits become their gradients; summed over the
-    /// streams if `sum`. `prefix.state` holds the gradients of the retrieved states, `prefix.lse` the log-sum-exp. Returns
-    /// it and `logit`.
-    #[fusion(meta = |prefix, _d_token, entry, _first, _last, _routing, sum| {
-        let _ = entry;
-        (entry_spec(&prefix.value, *sum), prefix.logit.clone())
+    /// The whole gradient of entry `entry` from reads `first .. last`, and those of its logits, in `d_logit`; summed over the
+    /// streams if `sum`. `prefix.state` holds the gradients of the retrieved states, `prefix.lse` the log-sum-exp.
+    #[fusion(meta = |prefix, _d_token, d_logit, _entry, _first, _last, _routing, sum| {
+        (entry_spec(&prefix.value, *sum), d_logit.clone())
     })]
     fn pass_entry_backward(
         #[extension_type] prefix: Prefix<Self>,
         d_token: FloatTensor<Self>,
+        d_logit: FloatTensor<Self>,
         entry: usize,
         first: usize,
         last: usize,
@@ -328,13 +342,10 @@ pub(crate) trait PassKernels: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Adds to `d_query` the gradients of the queries of reads `first .. last`. Read i saw entries
-    /// `0 ..= i / branches_per_block`.
-    #[fusion(meta = |_value, _inv_rms, _d_logit, d_query, _first, _last, _branches_per_block, _routing| d_query.clone())]
+    /// `0 ..= i / branches_per_block`. `d_logit` is used up.
+    #[fusion(meta = |queries, _first, _last, _branches_per_block, _routing| queries.d_query.clone())]
     fn pass_query_backward(
-        value: FloatTensor<Self>,
-        inv_rms: FloatTensor<Self>,
-        d_logit: FloatTensor<Self>,
-        d_query: FloatTensor<Self>,
+        #[extension_type] queries: QueryBackward<Self>,
         first: usize,
         last: usize,
         branches_per_block: usize,

@@ -101,11 +101,6 @@ impl Plan {
     }
 }
 
-/// Whether the device of `x` has fused passes.
-pub(crate) fn runs_on(x: &Tensor<2>) -> bool {
-    format!("{:?}", x.device()).contains("Flex")
-}
-
 /// A pass between two branches. A value: going on from a clone is another pass.
 #[derive(Debug, Clone)]
 pub(crate) struct Pass {

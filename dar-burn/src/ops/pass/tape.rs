@@ -178,7 +178,7 @@ pub(super) struct Tape<B: PassKernels> {
     inv_rms: Arena<B>,
     /// `[reads, tokens, outputs]`
     lse: Arena<B>,
-    /// Logits; in the backward, entry by entry, their gradients. `[entries, reads, tokens, outputs]`
+    /// `[entries, reads, tokens, outputs]`
     logit: Arena<B>,
     /// Retrieved states; in the backward, read by read, their gradients. `[slots, tokens, outputs, d_model]`
     state: Arena<B>,
@@ -199,8 +199,10 @@ struct Backward<B: PassKernels> {
     deposited: usize,
     /// Gradient of the state after the branch whose read comes next. `[tokens, streams, d_model]`
     d_written: Option<FloatTensor<B>>,
-    /// d_beta of a read's branch, then its shift. `[reads, tokens, 2 + outputs]`
+    /// d_beta of a read's branch, then the shift of its logits' gradients, then d_lse. `[reads, tokens, 2 + 2 * outputs]`
     d_token: Arena<B>,
+    /// `[entries, reads, tokens, outputs]`
+    d_logit: Arena<B>,
     /// `[reads, outputs, d_model]`
     d_query: Arena<B>,
     /// What forks handed over for a branch: the gradient of the state after it, and its d_beta.
@@ -385,7 +387,8 @@ impl<B: PassKernels> Tape<B> {
             self.backward = Some(Backward {
                 deposited: 0,
                 d_written: None,
-                d_token: zeros([reads, tokens, 2 + outputs]),
+                d_token: zeros([reads, tokens, 2 + 2 * outputs]),
+                d_logit: Arena::new(B::pass_arena(query.clone(), self.logit.get().shape(), accumulator)),
                 d_query: zeros([reads, outputs, d_model]),
                 handed: Vec::new(),
                 retrieved: None,
@@ -490,20 +493,21 @@ impl<B: PassKernels> Tape<B> {
         let from = first.max(own);
         let last = self.backward.as_ref().map_or(0, |backward| backward.deposited);
         let mut total = None;
-        if from < last {
-            let backward = self.backward.as_ref().expect("a read has gone back");
+        if let Some(backward) = &mut self.backward
+            && from < last
+        {
             let prefix = kernels::Prefix {
                 value: self.value.get(),
                 inv_rms: self.inv_rms.get(),
                 query: self.query.clone(),
                 lse: self.lse.get(),
-                logit: self.logit.take(),
+                logit: self.logit.get(),
                 state: self.state.get(),
             };
-            let d_token = backward.d_token.get();
-            let (d_value, logit) =
-                B::pass_entry_backward(prefix, d_token, entry, from, last, self.plan.routing, sum);
-            self.logit.put(logit);
+            let (d_token, d_logit) = (backward.d_token.get(), backward.d_logit.take());
+            let (d_value, d_logit) =
+                B::pass_entry_backward(prefix, d_token, d_logit, entry, from, last, self.plan.routing, sum);
+            backward.d_logit.put(d_logit);
             total = Some(d_value);
         }
         for (fork_read, fork) in &self.forks {
@@ -518,7 +522,7 @@ impl<B: PassKernels> Tape<B> {
 
     /// Backward of the start: the gradients of the embedding and of all queries.
     pub(super) fn start_backward(&mut self, embedding: bool, queries: bool) -> [Option<FloatTensor<B>>; 2] {
-        // Also for the queries alone, as logits become their gradients here.
+        // Also for the queries alone, as it gives the gradients of the logits of entry 0.
         let d_embedding = self.entry_backward(0, 0, self.broadcast);
         let d_query = if queries { self.query_backward() } else { None };
         [d_embedding.filter(|_| embedding), d_query]
@@ -528,11 +532,17 @@ impl<B: PassKernels> Tape<B> {
         let own = self.trunk.as_ref().map_or(0, |(own, _)| *own);
         let mut total = None;
         if let Some(backward) = &mut self.backward {
+            let queries = kernels::QueryBackward {
+                value: self.value.get(),
+                inv_rms: self.inv_rms.get(),
+                lse: self.lse.get(),
+                logit: self.logit.get(),
+                d_logit: backward.d_logit.take(),
+                d_token: backward.d_token.get(),
+                d_query: backward.d_query.take(),
+            };
             total = Some(B::pass_query_backward(
-                self.value.get(),
-                self.inv_rms.get(),
-                self.logit.get(),
-                backward.d_query.take(),
+                queries,
                 own,
                 backward.deposited,
                 self.plan.branches_per_block,
