@@ -320,8 +320,8 @@ fn check(
             }
             _ => f64::INFINITY,
         };
-        // Written so that NaN is refused.
-        if !(error <= bound) {
+        // NaN is in no range.
+        if !(0.0..=bound).contains(&error) {
             return Err(Failure::run(format!(
                 "{implementation} {} {} of {problem:?}: `{}` is off by {error:.1e}, bound {bound:.1e}: not timed",
                 problem.operation.name(),

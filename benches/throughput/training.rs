@@ -43,14 +43,14 @@ impl Turn {
     pub fn check(&self, row: &Row, standard: f32, dtype: FloatDType) -> Result<(), Failure> {
         let Self { first_loss, last_loss, .. } = *self;
         let bound = if dtype == FloatDType::F32 { 1e-3 } else { 3e-2 };
-        // Written so that NaN is refused.
-        if !((first_loss - standard).abs() <= bound * standard.abs()) {
+        // NaN is in no range.
+        if !(0.0..=bound * standard.abs()).contains(&(first_loss - standard).abs()) {
             return Err(Failure::run(format!(
                 "{} starts with a loss of {first_loss}, the first row with {standard}: not timed",
                 row.name()
             )));
         }
-        if !(last_loss < first_loss) {
+        if last_loss.is_nan() || last_loss >= first_loss {
             return Err(Failure::run(format!(
                 "{} learns nothing: its loss goes from {first_loss} to {last_loss} on the same batch",
                 row.name()

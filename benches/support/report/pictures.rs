@@ -217,7 +217,7 @@ fn growth<K: Ord + Copy>(
     fixed: fn(&KernelResult) -> K,
 ) -> Drawn {
     // Of all sizes that differ in nothing else, those with the most points.
-    let mut longest: BTreeMap<(String, bool), (String, Vec<(f64, f64)>)> = BTreeMap::new();
+    let mut longest: BTreeMap<_, (String, Vec<_>)> = BTreeMap::new();
     for ((name, composed, dtype, size), results) in
         by_group(part, |result| Some((fixed(result), result.d_model, result.streams)))
     {
@@ -241,7 +241,6 @@ fn growth<K: Ord + Copy>(
 }
 
 /// Results by name, implementation, element type and a key.
-#[expect(clippy::type_complexity, reason = "a key and its results")]
 fn by_group<K: Ord>(
     part: &KernelsPart,
     key: impl Fn(&KernelResult) -> Option<K>,
