@@ -51,20 +51,21 @@ pub fn throughput_table(part: &ThroughputPart) -> String {
             "step, ms",
             "residual pathway alone, ms",
             "share",
+            "branches and the rest, ms",
             "kernels a step",
         ];
         let lines = rows.iter().map(|row| scheme_line(row, standard));
         text += &table(&header, lines);
     }
     text += "\nMedian (quartiles). Ratios are of turns in the same round. *Residual pathway alone*: forward and backward with \
-             branches that return their input; *share*: of the step. *Kernels a step*: of dar-kernels; 0 where the scheme \
+             branches that return their input; *share*: of the step; *branches and the rest*: the step without it. *Kernels a step*: of dar-kernels; 0 where the scheme \
              runs as Burn's graph, or in its own operations on the CPU. Peak memory is that of a process that trains only this scheme: what the \
              device's pool held (in use of it), or all of the process where the device has no pool. The paper's numbers \
              (Table 3): 7B sparse mixture of experts, K = 3, eight H800.\n";
     text
 }
 
-fn scheme_line(row: &SchemeRow, standard: Option<&SchemeRow>) -> [String; 13] {
+fn scheme_line(row: &SchemeRow, standard: Option<&SchemeRow>) -> [String; 14] {
     let more = match (row.memory, standard.and_then(|standard| standard.memory)) {
         (Some(own), Some(standard)) => format!("{:+.1} MiB", mib(own.bytes) - mib(standard.bytes)),
         _ => "—".into(),
@@ -82,6 +83,7 @@ fn scheme_line(row: &SchemeRow, standard: Option<&SchemeRow>) -> [String; 13] {
         with_quartiles(row.seconds.map(|seconds| 1e3 * seconds), 1),
         with_quartiles(row.pathway_seconds.map(|seconds| 1e3 * seconds), 1),
         format!("{:.0} %", 100.0 * row.pathway_seconds.median / row.seconds.median),
+        format!("{:.1}", 1e3 * (row.seconds.median - row.pathway_seconds.median)),
         row.launches.to_string(),
     ]
 }
