@@ -19,7 +19,8 @@ use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, wri
 use dar_kernels::{KernelError, Operand, Routing, Tuning};
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput, Site, Write,
+    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput,
+    Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::require;
@@ -107,13 +108,8 @@ impl PassKernels for CubeBackend {
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let [state, value, inv_rms] = [state, value, inv_rms].map(Rows::new);
-        let operands = PackFwd {
-            state: state.operand(),
-            value: value.operand(),
-            inv_rms: inv_rms.operand(),
-            entry,
-            eps,
-        };
+        let operands =
+            PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry, eps };
         launched(pack_fwd(&value.0.client, operands, Tuning::default()));
         (value.0, inv_rms.0)
     }
@@ -235,9 +231,10 @@ impl PassKernels for CubeBackend {
         });
         // Without gates it is the gradient of the state before.
         let d_output = output.as_ref().zip(gate.as_ref()).map(|_| state.empty([tokens, d_model], dtype));
-        let d_site = site.as_ref().filter(|_| parameters).map(|site| {
-            Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype))
-        });
+        let d_site = site
+            .as_ref()
+            .filter(|_| parameters)
+            .map(|site| Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype)));
         let open = partial.as_ref().zip(d_partial.as_ref()).map(|(partial, d_partial)| OpenBwd {
             partial: partial.operand(),
             d_partial: d_partial.operand(),

@@ -418,12 +418,7 @@ impl<B: PassKernels> Tape<B> {
         self.backward.as_mut().expect("made above")
     }
 
-    fn read_backward(
-        &mut self,
-        read: usize,
-        d_input: Option<FloatTensor<B>>,
-        parameters: bool,
-    ) -> ReadGradients<B> {
+    fn read_backward(&mut self, read: usize, d_input: Option<FloatTensor<B>>, parameters: bool) -> ReadGradients<B> {
         let d_input = d_input.unwrap_or_else(|| {
             let shape = Shape::new([self.tokens, self.plan.d_model]);
             B::float_zeros(shape, &self.query.device(), self.dtype.into())
