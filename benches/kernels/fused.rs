@@ -126,7 +126,7 @@ impl Fused {
         if self.direction == Direction::Backward {
             self.ones("d_state", &[tokens, 2, d_model], dtype);
             self.empty("d_output", &[tokens, d_model], dtype);
-            self.empty("d_token", &[1, tokens, 4], F32);
+            self.empty("d_token", &[1, tokens, 6], F32);
         }
     }
 
@@ -181,8 +181,9 @@ impl Fused {
         // The gradient of beta of the branch that follows: that of the state after it, times its output.
         let next = patterns::NEXT_OUTPUT.values(1, d_model, PERIOD);
         let d_beta = next.chunks(d_model).map(|row| row.iter().sum::<f64>());
-        let row: Vec<f64> = d_beta.flat_map(|d_beta| [stream_0 * d_beta, stream_1 * d_beta, 0.0, 0.0]).collect();
-        self.tiled("d_token", &[2, tokens, 4], &[row.clone(), row].concat());
+        let row: Vec<f64> =
+            d_beta.flat_map(|d_beta| [stream_0 * d_beta, stream_1 * d_beta, 0.0, 0.0, 0.0, 0.0]).collect();
+        self.tiled("d_token", &[2, tokens, 6], &[row.clone(), row].concat());
         Ok(())
     }
 
@@ -202,16 +203,17 @@ impl Fused {
         }
 
         self.prefix()?;
+        self.empty("d_logit", &[entries, queries, tokens, streams], F32);
         let entry = |_| Buffer::empty(&self.client, &[tokens, streams, d_model], dtype);
         self.d_value = (0..entries).map(entry).collect();
         if operation == Operation::OutputRead {
             // A read without an open block has a gradient of its query in name only.
             self.empty("d_read_query", &[queries, streams, d_model], F32);
             self.ones("d_input", &[tokens, d_model], dtype);
-            self.empty("d_token", &[queries, tokens, 2 + streams], F32);
+            self.empty("d_token", &[queries, tokens, 2 + 2 * streams], F32);
             self.sum_streams_backward()?;
-            self.make_d_logit()?;
-            self.prefix()?;
+            self.make_query_operands()?;
+            self.prefix()?; // the backward of the read took the retrieved states
             return self.sum_streams();
         }
         // A gradient of one for what was retrieved, none for lse: the shift is minus the sum of the state.
@@ -220,39 +222,45 @@ impl Fused {
             rows.chunks(streams * d_model)
                 .flat_map(|row| {
                     let shifts = row.chunks(d_model).map(|row| -row.iter().sum::<f64>());
-                    [0.0, 0.0].into_iter().chain(shifts).collect::<Vec<_>>()
+                    [0.0, 0.0].into_iter().chain(shifts).chain(vec![0.0; streams]).collect::<Vec<_>>()
                 })
                 .collect::<Vec<f64>>()
         };
         let shift: Vec<f64> = (0..queries).flat_map(states).collect();
-        self.tiled("d_token", &[queries, tokens, 2 + streams], &shift);
+        self.tiled("d_token", &[queries, tokens, 2 + 2 * streams], &shift);
         self.ones("d_state", &[queries, tokens, streams, d_model], dtype);
-        self.make_d_logit()?;
-        self.prefix() // logits again
+        self.make_query_operands()
     }
 
-    /// What the gradient of the queries reads: gradients of the logits, in rows of a pass in which every query comes after
-    /// all entries.
-    fn make_d_logit(&mut self) -> Result<(), KernelError> {
-        let Problem { entries, queries, tokens, streams, .. } = self.problem;
+    /// What the gradient of the queries reads, in rows of a pass in which every query comes after all entries.
+    fn make_query_operands(&mut self) -> Result<(), KernelError> {
+        let Problem { entries, queries, tokens, streams, d_model, .. } = self.problem;
         self.history_backward()?;
-        let period = PERIOD * streams;
+        let reads = entries - 1 + queries;
+        self.add_late("late_lse", "lse", 1, streams);
+        self.add_late("late_d_token", "d_token", 1, 2 + 2 * streams);
+        self.add_late("late_logit", "logit", entries, streams);
+        self.add_late("late_d_logit", "d_logit", entries, streams);
+        for name in ["late_logit", "late_d_logit"] {
+            let buffer = self.buffers.get_mut(name).expect("just made");
+            buffer.reshape(&[entries, reads, tokens, streams]);
+        }
+        self.values("d_query", &[reads, streams, d_model], &vec![0.0; reads * streams * d_model]);
+        Ok(())
+    }
+
+    /// `source` `[outer, queries, tokens, inner]` behind the rows of `entries - 1` reads that nobody looks at.
+    fn add_late(&mut self, name: &'static str, source: &str, outer: usize, inner: usize) {
+        let Problem { entries, queries, tokens, .. } = self.problem;
+        let period = PERIOD * inner;
         let mut rows = Vec::new();
-        for entry in 0..entries {
+        for index in 0..outer {
             rows.extend(vec![0.0; (entries - 1) * period]);
             for query in 0..queries {
-                rows.extend(self.buffers["logit"].read((entry * queries + query) * tokens * streams, period));
+                rows.extend(self.buffers[source].read((index * queries + query) * tokens * inner, period));
             }
         }
-        let reads = entries - 1 + queries;
-        self.tiled("d_logit", &[entries * reads, tokens, streams], &rows);
-        self.buffers.get_mut("d_logit").expect("just made").reshape(&[entries, reads, tokens, streams]);
-        self.values(
-            "d_query",
-            &[reads, streams, self.problem.d_model],
-            &vec![0.0; reads * streams * self.problem.d_model],
-        );
-        Ok(())
+        self.tiled(name, &[outer * (entries - 1 + queries), tokens, inner], &rows);
     }
 
     fn add(&mut self, name: &'static str, buffer: Buffer) {
@@ -337,7 +345,10 @@ impl Fused {
         let operands = PrefixBwdQuery {
             value: self.operand("value"),
             inv_rms: self.operand("inv_rms"),
-            d_logit: self.operand("d_logit"),
+            lse: self.operand("late_lse"),
+            logit: self.operand("late_logit"),
+            d_logit: self.operand("late_d_logit"),
+            d_token: self.operand("late_d_token"),
             d_query: self.operand("d_query"),
             entries,
             first: entries - 1,
@@ -360,6 +371,7 @@ impl Fused {
                 logit: self.operand("logit"),
                 d_state: self.operand(d_state),
                 d_token: self.operand("d_token"),
+                d_logit: self.operand("d_logit"),
                 d_value: d_value.operand(),
                 entry,
                 first: 0,

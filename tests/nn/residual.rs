@@ -1,7 +1,7 @@
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
 use dar_burn::device::DeviceChoice;
-use dar_burn::nn::{AttnResConfig, SeparateValues};
+use dar_burn::nn::{AttnResConfig, Dar, Scheme, SeparateValues};
 use dar_burn::{BranchLayout, ResidualConfig, Routing};
 
 use super::toy::{Stir, Toy, schemes, tensor, vec};
@@ -176,6 +176,40 @@ fn misuse_is_refused() {
                 drop(other.finish(pass(BRANCHES)));
             },
         );
+    }
+}
+
+/// Parameters that do not fit are refused at the call, not from inside a launch.
+#[test]
+fn parameters_of_another_shape_are_refused() {
+    let device = flex();
+    let x = || Tensor::<2>::zeros([3, D_MODEL], &device);
+    let dar = |change: fn(&mut Dar)| {
+        let mut residual = ResidualConfig::dar_block(2).init(&layout(), &device);
+        let Scheme::Dar(scheme) = residual.scheme_mut() else { unreachable!("made as DAR") };
+        change(scheme);
+        residual
+    };
+    let residual = dar(|scheme| scheme.output_query = Param::from_tensor(Tensor::zeros([1, D_MODEL], &flex())));
+    let refusal = panic_message(|| residual.start(x()));
+    assert_eq!(refusal, "Residual::start: `query` has shape [1, 6], expected [streams, d_model] = [2, 6]");
+    let residual = dar(|scheme| scheme.sites[1].rho.weight = Param::from_tensor(Tensor::zeros([5, 1], &flex())));
+    let refusal = panic_message(|| residual.branch(residual.branch(residual.start(x()), |h| h), |h| h));
+    assert_eq!(
+        refusal,
+        "Residual::read: `site.rho.weight` has shape [5, 1], expected [2 * d_model, outputs] = [12, 1]"
+    );
+}
+
+/// Kernels exist for some element types only; which, is said at the start of a pass.
+#[test]
+fn an_element_type_without_kernels_is_refused() {
+    for opened in devices().into_iter().filter(|opened| opened.device != flex()) {
+        let residual = ResidualConfig::dar_block(2).init(&layout(), &opened.device);
+        let x = Tensor::<2>::zeros([3, D_MODEL], (&opened.device, DType::F64));
+        let message = panic_message(|| residual.start(x));
+        let expected = "Residual::start: `embedding` has element type F64, expected one that kernels store";
+        assert!(message.starts_with(expected), "{message}");
     }
 }
 

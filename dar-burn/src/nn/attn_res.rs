@@ -228,6 +228,7 @@ impl AttnRes {
         }
     }
 
+    #[track_caller]
     pub(super) fn start(&self, x: Tensor<2>) -> AttnResState {
         let [tokens, d_model] = x.dims();
         // Nothing to fuse without tokens.
@@ -236,7 +237,7 @@ impl AttnRes {
         }
         let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));
         let queries = queries.chain([self.output_query.val()]).map(|query| query.unsqueeze_dim(0)).collect();
-        let queries = stack_queries(queries, &x);
+        let queries = stack_queries(queries, 1, &x);
         let pass = match self.entry(0, x.clone()) {
             Some(entry) => Pass::start(self.plan(d_model), entry, queries),
             None => Pass::start(self.plan(d_model), x, queries),
@@ -244,6 +245,7 @@ impl AttnRes {
         AttnResState::Fused(FusedState { pass, written: Written::Nothing })
     }
 
+    #[track_caller]
     pub(super) fn read(&self, branch: usize, state: AttnResState) -> (Tensor<2>, AttnResPending) {
         match state {
             AttnResState::Fused(state) => {

@@ -207,6 +207,7 @@ impl Dar {
         &self.sites[self.layout().of(branch)]
     }
 
+    #[track_caller]
     pub(super) fn start(&self, x: Tensor<2>) -> DarState {
         // Nothing to fuse without tokens.
         if self.implementation == Implementation::Composed || x.dims()[0] == 0 {
@@ -214,10 +215,11 @@ impl Dar {
         }
         let queries = (0..self.branches).map(|branch| self.site(branch).query(self.d_model));
         let queries = queries.chain([self.output_query.val()]).collect();
-        let queries = stack_queries(queries, &x);
+        let queries = stack_queries(queries, 2, &x);
         DarState::Fused(FusedState { pass: Pass::start(self.plan(), x, queries), written: Written::Nothing })
     }
 
+    #[track_caller]
     pub(super) fn read(&self, branch: usize, state: DarState) -> (Tensor<2>, DarPending) {
         match state {
             DarState::Fused(state) => {

@@ -2,7 +2,7 @@
 
 use burn::tensor::Tensor;
 
-use crate::ops::numeric::{require_device, require_dtype};
+use crate::ops::numeric::{require_device, require_dtype, require_shape};
 use crate::ops::pass::Pass;
 use crate::ops::{SiteWeights, accumulator};
 
@@ -25,6 +25,7 @@ pub(super) struct FusedState {
 
 impl FusedState {
     /// The input of the next branch, and the pass behind that read.
+    #[track_caller]
     pub(super) fn read(self, site: Option<&SiteWeights>) -> (Tensor<2>, Pass) {
         match self.written {
             Written::Nothing => self.pass.read::<2>(None, site),
@@ -39,7 +40,15 @@ impl FusedState {
 }
 
 /// Queries of all reads of a pass, in the accumulator type of `x`. `[reads, outputs, d_model]`
-pub(super) fn stack_queries(queries: Vec<Tensor<2>>, x: &Tensor<2>) -> Tensor<3> {
+///
+/// # Panics
+/// If a query is not `[outputs, d_model]`, or on another device than `x`.
+#[track_caller]
+pub(super) fn stack_queries(queries: Vec<Tensor<2>>, outputs: usize, x: &Tensor<2>) -> Tensor<3> {
+    for query in &queries {
+        require_shape("Residual::start", "query", "[streams, d_model]", [outputs, x.dims()[1]], query);
+        require_device("Residual::start", "query", x, query);
+    }
     Tensor::stack::<3>(queries, 0).cast(accumulator(x.dtype()))
 }
 

@@ -65,7 +65,8 @@ pub fn residual_read(
     eps: f64,
 ) -> (ResidualRead, Tensor<2>) {
     check_merge("residual_read", &retrieved, &partial, &query, routing);
-    check_site("residual_read", site, &partial);
+    check_streams("residual_read", &partial);
+    check_site("residual_read", site, partial.dims()[2], &partial);
     let rho = sigmoid(gate_logit(partial.clone(), &site.rho, eps)); // (16)
     let dtype = partial.dtype();
     let merged = merge_accumulated(retrieved, partial, query, routing, eps);
@@ -81,7 +82,8 @@ pub fn residual_read(
 /// If `site` does not fit `retrieved`, or there are not two streams.
 #[track_caller]
 pub fn residual_read_first(retrieved: Tensor<3>, site: &SiteWeights, eps: f64) -> ResidualRead {
-    check_site("residual_read_first", site, &retrieved);
+    check_streams("residual_read_first", &retrieved);
+    check_site("residual_read_first", site, retrieved.dims()[2], &retrieved);
     let dtype = retrieved.dtype();
     mix(accumulate(retrieved), site, eps, dtype)
 }
@@ -103,10 +105,21 @@ pub(crate) fn gate_logit(x: Tensor<3>, gate: &GateWeights, eps: f64) -> Tensor<2
     normed.matmul(gate.weight.clone().cast(dtype)) * scale + bias
 }
 
+/// Panics unless `state` has two streams.
 #[track_caller]
-fn check_site(operation: &'static str, site: &SiteWeights, state: &Tensor<3>) {
+fn check_streams(operation: &'static str, state: &Tensor<3>) {
     let Dims { tokens, d_model, .. } = Dims::of_state(state.dims());
     require_shape(operation, "state", "[tokens, 2, d_model]", [tokens, 2, d_model], state);
+}
+
+/// Panics unless `site` fits a model of width `d_model` and lies on the device of `reference`.
+#[track_caller]
+pub(crate) fn check_site<const D: usize>(
+    operation: &'static str,
+    site: &SiteWeights,
+    d_model: usize,
+    reference: &Tensor<D>,
+) {
     for (gate, outputs, names) in [
         (&site.alpha, 2, ["site.alpha.weight", "site.alpha.bias", "site.alpha.scale"]),
         (&site.beta, 2, ["site.beta.weight", "site.beta.bias", "site.beta.scale"]),
@@ -115,6 +128,8 @@ fn check_site(operation: &'static str, site: &SiteWeights, state: &Tensor<3>) {
         require_shape(operation, names[0], "[2 * d_model, outputs]", [2 * d_model, outputs], &gate.weight);
         require_shape(operation, names[1], "[outputs]", [outputs], &gate.bias);
         require_shape(operation, names[2], "[1]", [1], &gate.scale);
-        require_device(operation, names[0], state, &gate.weight);
+        require_device(operation, names[0], reference, &gate.weight);
+        require_device(operation, names[1], reference, &gate.bias);
+        require_device(operation, names[2], reference, &gate.scale);
     }
 }

@@ -31,15 +31,16 @@ mod flex;
 mod kernels;
 mod tape;
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
-use dar_kernels::Routing;
+use burn::backend::{Dispatch, DispatchDevice};
+use burn::tensor::{DType, Device, Tensor};
+use dar_kernels::{KernelError, Routing};
 use serde::{Deserialize, Serialize};
 
 use self::autodiff::PassOps;
 use self::kernels::{OptionalSite, OptionalTensor, Site};
 use self::tape::Link;
-use super::read::{GateWeights, SiteWeights};
+use super::numeric::require;
+use super::read::{GateWeights, SiteWeights, check_site};
 
 /// What a pass keeps for its backward. The gradients are the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -118,7 +119,12 @@ impl Pass {
     /// # Shapes
     /// - `embedding`: `[tokens, d_model]`, or an entry `[tokens, streams, d_model]`
     /// - `queries`: `[reads, outputs, d_model]`, in the accumulator type
+    ///
+    /// # Panics
+    /// If the device does not compute in the element type of `embedding`.
+    #[track_caller]
     pub(crate) fn start<const D: usize>(plan: Plan, embedding: Tensor<D>, queries: Tensor<3>) -> Self {
+        check_dtype(&embedding.device(), embedding.dtype());
         let link = Link::default();
         let chain = Dispatch::pass_start(embedding.into_dispatch(), queries.into_dispatch(), plan, link.clone());
         Self { plan, link, chain: Tensor::from_dispatch(chain), next: 0 }
@@ -129,12 +135,16 @@ impl Pass {
     /// # Shapes
     /// - `output`: `[tokens, d_model]`, or an entry `[tokens, streams, d_model]`
     /// - returned input: `[tokens, d_model]`
+    #[track_caller]
     pub(crate) fn read<const D: usize>(
         self,
         output: Option<Tensor<D>>,
         site: Option<&SiteWeights>,
     ) -> (Tensor<2>, Self) {
         let Self { plan, link, chain, next } = self;
+        if let Some(site) = site {
+            check_site("Residual::read", site, plan.d_model, &chain);
+        }
         let output = match output {
             Some(output) => OptionalTensor::Given(output.into_dispatch()),
             None => OptionalTensor::Absent,
@@ -152,6 +162,25 @@ impl Pass {
     /// A tensor of the element type and on the device of the states.
     pub(crate) fn carried(&self) -> &Tensor<1> {
         &self.chain
+    }
+}
+
+/// Panics unless `device` computes in `dtype`: a launch could only fail, and later.
+#[track_caller]
+fn check_dtype(device: &Device, dtype: DType) {
+    let inner = device.clone().inner();
+    let (fits, expected) = match inner.as_dispatch() {
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => {
+            let stored = [DType::F32, DType::F16, DType::BF16];
+            let computed: Vec<_> = stored.into_iter().filter(|&dtype| inner.supports_dtype(dtype)).collect();
+            (computed.contains(&dtype), format!("one that kernels store and the device computes in: {computed:?}"))
+        }
+        _ => (dtype.is_float(), "a float".to_owned()),
+    };
+    if !fits {
+        let (operation, argument, got) = ("Residual::start", "embedding", format!("{dtype:?}"));
+        require::<()>(Err(KernelError::ElementType { operation, argument, expected, got }));
     }
 }
 
