@@ -4,8 +4,10 @@ use cubecl::prelude::*;
 use dar_burn::Routing;
 use dar_burn::ops::{History, Retrieved, prefix};
 use dar_kernels::prefix::{
-    PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
+    Mix, PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
+use dar_kernels::read::{ReadFwd, read_fwd};
+use dar_kernels::site::site_length;
 use dar_kernels::{KernelError, Reduction, Tuning, launches};
 
 use super::support::{
@@ -158,6 +160,11 @@ impl Problem {
     }
 
     fn forward(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Arenas {
+        self.forward_with(client, dtype, tuning, None)
+    }
+
+    /// `mix`: of the first query.
+    fn forward_with(&self, client: &Client, dtype: ElemType, tuning: Tuning, mix: Option<Mix>) -> Arenas {
         let Self { tokens, d_model, entries, branches, outputs, first, .. } = *self;
         let reads = self.reads();
         let [value, inv_rms] = self.history(client, dtype);
@@ -177,6 +184,7 @@ impl Problem {
                 lse: arenas.lse.operand(),
                 logit: arenas.logit.operand(),
                 state: arenas.state.operand(),
+                mix: mix.filter(|_| block.start == 0),
                 entries,
                 first: first + block.start,
                 count: block.len(),
@@ -190,7 +198,12 @@ impl Problem {
     }
 
     fn run(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> Found {
-        let Arenas { lse, logit, state, .. } = self.forward(client, dtype, tuning);
+        self.found(&self.forward(client, dtype, tuning), 0)
+    }
+
+    /// What is in the arenas, without the states of the first `unkept` queries, which are NaN still.
+    fn found(&self, arenas: &Arenas, unkept: usize) -> Found {
+        let Arenas { lse, logit, state, .. } = arenas;
         let logit = logit.rows(0, self.entries);
         let logit = logit.into_iter().enumerate().filter_map(|(k, x)| {
             assert!(self.sees(k) || x.is_nan(), "a logit of no concern changed");
@@ -199,7 +212,7 @@ impl Problem {
         Found {
             lse: lse.rows(self.first, self.branches),
             logit: logit.collect(),
-            state: state.rows(SLOT, self.branches),
+            state: state.rows(SLOT + unkept, self.branches - unkept),
         }
     }
 
@@ -400,6 +413,83 @@ impl Problem {
         Gradients {
             states: states.iter().flat_map(|state| gradient(state, &gradients)).collect(),
             queries: queries.chunks(streams * d_model).flat_map(|query| query[..outputs * d_model].to_vec()).collect(),
+        }
+    }
+}
+
+/// What one launch gives for the first branch of a block, or for an output, is what a read of its own gives of the
+/// stored state. Widths; more queries than one group has, of which one mixes; without a site any number of outputs.
+#[test]
+fn mixed_with_the_first_branch() {
+    for (client, device) in clients() {
+        let routed = Routing::ALL.map(|routing| Problem::new([5, 2, 24], 5, 4, routing, 3.0));
+        let sized = [[5, 2, 1], [1, 2, 37], [5, 2, 130], [3, 2, 257], [0, 2, 8]];
+        let sized = sized.map(|dims| Problem::new(dims, 3, 2, Routing::CrossKey, 3.0));
+        let many = Problem::new([3, 2, 24], 3, 19, Routing::CrossKey, 3.0);
+        let sited = routed.into_iter().chain(sized).chain([many]).map(|problem| (problem, true));
+        let plain = [
+            Problem::new([5, 2, 24], 3, 1, Routing::CrossKey, 3.0),
+            Problem::new([5, 1, 37], 3, 3, Routing::SelfKeyValue, 3.0),
+            Problem::new([5, 4, 24], 3, 2, Routing::SelfKeyValue, 3.0),
+            Problem::projected(5, 24, 3, 2),
+        ];
+        for (problem, sited) in sited.chain(plain.map(|problem| (problem, false))) {
+            let Problem { tokens, d_model, entries, branches, outputs, first, routing, .. } = problem;
+            let length = site_length(d_model);
+            let site = values(6, length, 2.0 / (d_model as f64).sqrt());
+            let site = sited.then(|| Buffer::new(&client, &[length], F32, &site));
+            let site = site.as_ref().map(Buffer::operand);
+            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                for tuning in reductions(&client) {
+                    let about = format!(
+                        "{tokens} × {outputs} × {d_model}, {entries} entries, {branches} queries, {routing:?}, site \
+                         {sited}, {dtype} on {device}, {tuning:?}"
+                    );
+                    let outputs_of_read = || {
+                        let gate = Buffer::output(&client, &[problem.reads(), tokens, 5], F32);
+                        (gate, Buffer::output(&client, &[tokens, d_model], dtype))
+                    };
+                    let apart = problem.forward(&client, dtype, tuning);
+                    let (gate_apart, input_apart) = outputs_of_read();
+                    let operands = ReadFwd {
+                        state: apart.state.operand(),
+                        slot: SLOT,
+                        open: None,
+                        query: apart.query.operand(),
+                        lse: apart.lse.operand(),
+                        site,
+                        gate: sited.then(|| gate_apart.operand()),
+                        input: input_apart.operand(),
+                        read: first,
+                        eps: EPS,
+                    };
+                    read_fwd(&client, operands, routing, tuning).unwrap();
+
+                    for keep_first in [true, false] {
+                        let (gate, input) = outputs_of_read();
+                        let mix = Mix {
+                            site,
+                            gate: sited.then(|| gate.operand()),
+                            input: input.operand(),
+                            keep_first,
+                            eps: EPS,
+                        };
+                        let found = problem.forward_with(&client, dtype, tuning, Some(mix));
+                        let unkept = usize::from(!keep_first);
+                        let mut expected = problem.found(&apart, 0);
+                        expected.state.drain(..unkept * tokens * outputs * d_model);
+                        assert_eq!(problem.found(&found, unkept), expected, "{about}");
+                        let gates = [&gate, &gate_apart].map(|gate| gate.rows(first, usize::from(sited)));
+                        assert_close(
+                            &about,
+                            &[
+                                ("gate", &gates[0], &gates[1], bound(dtype)),
+                                ("input", &input.read(), &input_apart.read(), bound(dtype)),
+                            ],
+                        );
+                    }
+                }
+            }
         }
     }
 }
@@ -757,6 +847,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             lse: lse.operand(),
             logit: logit.operand(),
             state: state.operand(),
+            mix: None,
             entries: 3,
             first: 0,
             count: 4,
@@ -767,7 +858,21 @@ fn refusals_name_operation_argument_expected_and_got() {
         assert_eq!(run(PrefixFwd { count: 0, first: 4, slot: 4, ..right }, Routing::CrossKey), Ok(()));
 
         let short = buffer(&[4, 5, 2, 7]);
+        let (site, gate, input) = (buffer(&[site_length(8)]), buffer(&[4, 5, 5]), buffer(&[5, 8]));
+        let mix = Mix {
+            site: Some(site.operand()),
+            gate: Some(gate.operand()),
+            input: input.operand(),
+            keep_first: true,
+            eps: EPS,
+        };
+        let mixed = |mix| PrefixFwd { mix: Some(mix), ..right };
+        assert_eq!(run(mixed(mix), Routing::CrossKey), Ok(()));
         let refused: Vec<(Result<(), KernelError>, &[&str])> = vec![
+            (run(mixed(Mix { gate: None, ..mix }), Routing::CrossKey), &["`mix.gate` is none", "`mix.site` is there"]),
+            (run(mixed(Mix { input: gate.operand(), ..mix }), Routing::CrossKey), &["`mix.input`", "[5, 8]"]),
+            (run(mixed(Mix { eps: f64::NAN, ..mix }), Routing::CrossKey), &["`eps` is NaN"]),
+            (run(PrefixFwd { count: 0, ..mixed(mix) }, Routing::CrossKey), &["`count` is 0", "at least 1 with `mix`"]),
             (run(PrefixFwd { entries: 0, ..right }, Routing::CrossKey), &["`entries` is 0", "at least 1"]),
             (run(PrefixFwd { entries: 4, ..right }, Routing::CrossKey), &["`value`", "[3, 5, 2, 8]", "capacity ≥ 4"]),
             (

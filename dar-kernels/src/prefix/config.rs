@@ -47,8 +47,9 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// How many groups of queries there are, and the kernel for one.
-    pub(crate) fn choose(self, client: &Client, tuning: Tuning) -> (usize, PrefixConfig) {
+    /// How many groups of queries there are, and the kernel for one, which makes up to `more` sums at a time beside
+    /// those of the logits.
+    pub(crate) fn choose(self, client: &Client, tuning: Tuning, more: usize) -> (usize, PrefixConfig) {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing } = self;
         let groups = queries.div_ceil((MOST_HEADS / outputs).max(1));
         let group = queries.div_ceil(groups);
@@ -58,10 +59,10 @@ impl Work {
         let in_flight = streams * row.columns * row.lanes;
         let mut chunk = MOST_ENTRIES;
         // Without planes every unit has a place in shared memory for every sum.
-        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || !row.fits(client, chunk * heads)) {
+        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || !row.fits(client, more.max(chunk * heads))) {
             chunk /= 2;
         }
-        let row = row.fit(client, chunk * heads);
+        let row = row.fit(client, more.max(chunk * heads));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
     }
 
@@ -76,7 +77,7 @@ impl Work {
 
     /// The first stage of the queries' gradient: one accumulator a query, output and column, and no sum over the cube.
     pub(crate) fn choose_query(self, client: &Client) -> (usize, PrefixConfig) {
-        let (groups, config) = self.choose(client, Tuning { reduction: Some(Reduction::Shared) });
+        let (groups, config) = self.choose(client, Tuning { reduction: Some(Reduction::Shared) }, 0);
         (groups, PrefixConfig { chunk: 1, ..config })
     }
 }
