@@ -34,6 +34,7 @@
 //! |---|---|---|
 //! | history, of which `entries` are there | `[capacity, tokens, streams, d_model]` | states' |
 //! | inverse RMS of the history | `[capacity, tokens, streams]` | f32 |
+//! | keys of the history, where they are [packed](pack::Key) | `[capacity, tokens, outputs, d_model]` | states' |
 //! | state of the open block, one entry | `[tokens, streams, d_model]` | states' |
 //! | branch input, branch output | `[tokens, d_model]` | states' |
 //! | queries | `[reads, outputs, d_model]` | f32 |
@@ -86,6 +87,7 @@
 //!     PrefixFwd {
 //!         value: Operand::new(&value, &[entries, tokens, streams, d_model], F32),
 //!         inv_rms: Operand::new(&inv_rms, &[entries, tokens, streams], F32),
+//!         key: None,
 //!         query: Operand::new(&query, &[branches, streams, d_model], F32),
 //!         lse: Operand::new(&lse, &[branches, tokens, streams], F32),
 //!         logit: Operand::new(&logit, &[entries, branches, tokens, streams], F32),

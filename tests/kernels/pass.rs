@@ -109,6 +109,7 @@ impl<'a> Stack<'a> {
             state: embedding.operand(),
             value: saved.value.operand(),
             inv_rms: saved.inv_rms.operand(),
+            key: None,
             entry: 0,
             eps,
         };
@@ -126,6 +127,7 @@ impl<'a> Stack<'a> {
                 let operands = PrefixFwd {
                     value: saved.value.operand(),
                     inv_rms: saved.inv_rms.operand(),
+                    key: None,
                     query: saved.query.operand(),
                     lse: saved.lse.operand(),
                     logit: saved.logit.operand(),
@@ -178,6 +180,7 @@ impl<'a> Stack<'a> {
                     read,
                     value: saved.value.operand(),
                     inv_rms: saved.inv_rms.operand(),
+                    key: None,
                     entry: (read + 1) / self.branches_per_block,
                     eps,
                 };

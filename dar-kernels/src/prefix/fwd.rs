@@ -20,8 +20,11 @@ pub struct PrefixFwd<'a> {
     /// Input, f32, f16 or bf16: the history; entries past `entries` are not read.
     /// `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
-    /// Input, f32: inverse RMS of the history. `[capacity, tokens, streams]`
+    /// Input, f32: inverse RMS of the history; not read with `key`. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
+    /// Input, in the type of `value`: the [keys](crate::pack::Key) of the history, if they were packed; none takes them
+    /// from `value` and `inv_rms`, which halves what is read. `[capacity, tokens, outputs, d_model]`
+    pub key: Option<Operand<'a>>,
     /// Input, f32. `[reads, outputs, d_model]`
     pub query: Operand<'a>,
     /// Output, f32: log-sum-exp, in the rows of the reads. `[reads, tokens, outputs]`
@@ -93,7 +96,7 @@ impl Mix<'_> {
 /// `routing` does not fit the streams.
 pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning: Tuning) -> Result<(), KernelError> {
     const NAME: &str = "prefix_fwd";
-    let PrefixFwd { value, inv_rms, query, lse, logit, state, mix, entries, first, count, slot } = operands;
+    let PrefixFwd { value, inv_rms, key, query, lse, logit, state, mix, entries, first, count, slot } = operands;
 
     let mut check = Check::of(NAME);
     let capacity = check.room("value", &value, entries.saturating_sub(1))?;
@@ -115,6 +118,10 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         .fits("lse", &lse, F32, "[reads, tokens, outputs]", &[reads, tokens, outputs])?
         .fits("logit", &logit, F32, "[capacity, reads, tokens, outputs]", &[capacity, reads, tokens, outputs])?
         .fits("state", &state, value.dtype, "[slots, tokens, outputs, d_model]", &[slots, tokens, outputs, d_model])?;
+    if let Some(key) = &key {
+        let shape = [capacity, tokens, outputs, d_model];
+        check.fits("key", key, value.dtype, "[capacity, tokens, outputs, d_model]", &shape)?;
+    }
     if let Some(mix) = &mix {
         mix.check(&mut check, value.dtype, [reads, tokens, outputs, d_model])?;
         if count == 0 {
@@ -126,7 +133,7 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         return Ok(());
     }
 
-    let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing };
+    let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing, keyed: key.is_some() };
     let (groups, config) = work.choose(client, tuning, mix.map_or(0, |_| SUMS_OF_MIX));
     let gate = mix.and_then(|mix| mix.site.and(mix.gate));
     let lanes = config.row.lanes;
@@ -137,7 +144,8 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         address,
         lanes,
         value.argument(lanes),
-        inv_rms.argument(1),
+        key.is_none().then(|| inv_rms.argument(1)).into(),
+        key.map(|key| key.argument(lanes)).into(),
         query.argument(lanes),
         lse.argument(1),
         logit.argument(1),
@@ -165,7 +173,8 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn prefix_fwd_kernel<E: Float, N: Size>(
     value: &[Vector<E, N>],                         // [capacity, tokens, streams, vectors]
-    inv_rms: &[f32],                                // [capacity, tokens, streams]
+    inv_rms: ComptimeOption<&[f32]>,                // [capacity, tokens, streams]
+    key: ComptimeOption<&[Vector<E, N>]>,           // [capacity, tokens, outputs, vectors]
     query: &[Vector<f32, N>],                       // [reads, outputs, vectors]
     lse: &mut [f32],                                // [reads, tokens, outputs]
     logit: &mut [f32],                              // [capacity, reads, tokens, outputs]
@@ -200,6 +209,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     let unit = UNIT_POS_X as usize;
     let begin = CUBE_POS_Z as usize * group; // of the `count` queries, that of head 0
 
+    let keyed = comptime!(key.is_some());
     let mixing = comptime!(input.is_some());
     let most_sums = comptime!(if mixing { SUMS_OF_MIX.max(chunk * heads) } else { chunk * heads });
     let mut sums = CubeSum::new(most_sums, comptime!(config.row));
@@ -213,16 +223,13 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     for start in range_stepped(0, entries, chunk) {
         // All loads of the chunk, so that they are in flight together.
         let mut values = Array::<Vector<E, N>>::new(comptime!(chunk * streams * columns));
+        let mut keys = Array::<Vector<E, N>>::new(comptime!(if keyed { chunk * outputs * columns } else { 1 }));
         let mut scales = Array::<f32>::new(comptime!(chunk * streams));
         #[unroll]
         for r in 0..chunk {
             #[unroll]
             for j in 0..streams {
                 let row = ((start + r) * tokens + token) * streams + j;
-                scales[r * streams + j] = f32::new(0.0);
-                if start + r < entries {
-                    scales[r * streams + j] = inv_rms[row];
-                }
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!((r * streams + j) * columns + c);
@@ -233,6 +240,48 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     }
                 }
             }
+        }
+
+        #[comptime]
+        match key {
+            ComptimeOption::Some(key) =>
+            {
+                #[unroll]
+                for r in 0..chunk {
+                    #[unroll]
+                    for j in 0..outputs {
+                        let row = ((start + r) * tokens + token) * outputs + j;
+                        #[unroll]
+                        for c in 0..columns {
+                            let k = comptime!((r * outputs + j) * columns + c);
+                            let column = c * units + unit;
+                            keys[k] = Vector::new(E::from_int(0));
+                            if start + r < entries && column < vectors {
+                                keys[k] = key[row * vectors + column];
+                            }
+                        }
+                    }
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match inv_rms {
+            ComptimeOption::Some(inv_rms) =>
+            {
+                #[unroll]
+                for r in 0..chunk {
+                    #[unroll]
+                    for j in 0..streams {
+                        let k = comptime!(r * streams + j);
+                        scales[k] = f32::new(0.0);
+                        if start + r < entries {
+                            scales[k] = inv_rms[((start + r) * tokens + token) * streams + j];
+                        }
+                    }
+                }
+            }
+            ComptimeOption::None => {}
         }
 
         // (A.1)
@@ -256,8 +305,12 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     let mut dot = Vector::<f32, N>::new(0.0f32);
                     #[unroll]
                     for c in 0..columns {
-                        let k = comptime!((r * streams + key) * columns + c);
-                        dot += queries[c] * Vector::cast_from(values[k]);
+                        if comptime!(keyed) {
+                            dot += queries[c] * Vector::cast_from(keys[comptime!((r * outputs + j) * columns + c)]);
+                        } else {
+                            let k = comptime!((r * streams + key) * columns + c);
+                            dot += queries[c] * Vector::cast_from(values[k]);
+                        }
                     }
                     logits[comptime!((r * group + s) * outputs + j)] = lane_sum(dot);
                 }
@@ -278,7 +331,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 for r in 0..chunk {
                     let k = comptime!(r * heads + head);
                     if start + r < entries {
-                        logits[k] *= scales[comptime!(r * streams + key)];
+                        if comptime!(!keyed) {
+                            logits[k] *= scales[comptime!(r * streams + key)];
+                        }
                         if unit == 0 && begin + s < count {
                             logit[(((start + r) * reads + read) * tokens + token) * outputs + j] = logits[k];
                         }

@@ -17,6 +17,8 @@
 //!   without a site: input = sum over j of state[0,j]
 //! ```
 //!
+//! Keys are values times inverse RMS, or lie in a buffer of their own if they were [packed](crate::pack::Key).
+//!
 //! Queries, `lse` and `logit` are arenas of all reads of a pass, of which one launch serves a range. `key(j)` and
 //! `value(j)` are the streams of the [`Routing`](crate::Routing) for output j. There are as many outputs as streams,
 //! but for Attention Residuals with projected values (21), whose history holds two streams, the state that gives the
@@ -41,8 +43,9 @@
 //!
 //! A unit owns the same columns of all streams, as one stream's values are the other one's keys. Bytes moved: `2 b`
 //! units of `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams, beside the scalars
-//! of each token; a mix writes 1 more and saves the `2 + 1` of a read of its own, and 2 more where the state is not kept. The backward of an entry reads `2 + 2 L` for the L reads that saw it and writes 2 (the embedding: 1);
-//! that of the queries reads `2 b`, once for every 16 queries × outputs.
+//! of each token; packed keys are `2 b` more to read. A mix writes 1 more in the place of a read that reads 2 and
+//! writes 1, and 2 less where the state is not kept. The backward of an entry reads `2 + 2 L` for the L reads that saw
+//! it and writes 2 (the embedding: 1); that of the queries reads `2 b`, once for every 16 queries × outputs.
 
 mod bwd;
 mod config;
