@@ -13,12 +13,13 @@
 //! pack_site                     once a site
 //! pack_fwd                      the embedding, entry 0
 //! for each block:
-//!   prefix_fwd                  all of its reads at once
-//!   read_fwd                    of the first branch
+//!   prefix_fwd with `mix`       all of its reads at once, and the input of the first branch
 //!   read_fwd with `open`        of every later branch, after the write of the branch before
 //!   close_fwd                   the write of the last branch, as the next entry
-//! prefix_fwd, read_fwd          the output; with `open` if the last block is
+//! prefix_fwd                    the output, with `mix`; if the last block is open, read_fwd with `open` comes after it
 //! ```
+//!
+//! Without `mix` a `read_fwd` without `open` makes the same of the stored state.
 //!
 //! Backward, in the order of the walk back: `read_bwd` of the output; for each block `prefix_bwd_history` of its entry,
 //! `write_bwd` of its last branch, `read_bwd` of its branches; `prefix_bwd_history` of the embedding, summed over the
@@ -33,6 +34,7 @@
 //! |---|---|---|
 //! | history, of which `entries` are there | `[capacity, tokens, streams, d_model]` | states' |
 //! | inverse RMS of the history | `[capacity, tokens, streams]` | f32 |
+//! | keys of the history, where they are [packed](pack::Key) | `[capacity, tokens, outputs, d_model]` | states' |
 //! | state of the open block, one entry | `[tokens, streams, d_model]` | states' |
 //! | branch input, branch output | `[tokens, d_model]` | states' |
 //! | queries | `[reads, outputs, d_model]` | f32 |
@@ -85,10 +87,12 @@
 //!     PrefixFwd {
 //!         value: Operand::new(&value, &[entries, tokens, streams, d_model], F32),
 //!         inv_rms: Operand::new(&inv_rms, &[entries, tokens, streams], F32),
+//!         key: None,
 //!         query: Operand::new(&query, &[branches, streams, d_model], F32),
 //!         lse: Operand::new(&lse, &[branches, tokens, streams], F32),
 //!         logit: Operand::new(&logit, &[entries, branches, tokens, streams], F32),
 //!         state: Operand::new(&state, &[branches, tokens, streams, d_model], F32),
+//!         mix: None,
 //!         entries,
 //!         first: 0,
 //!         count: branches,

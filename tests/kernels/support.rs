@@ -189,6 +189,16 @@ pub fn inverse_rms(states: &[f64], d_model: usize, eps: f64) -> Vec<f64> {
     states.chunks(d_model).map(|row| 1.0 / (mean_square(row) + eps).sqrt()).collect()
 }
 
+/// The normalised keys of all outputs. `states`: `[rows, streams, d_model]`
+pub fn keys(states: &[f64], [streams, outputs, d_model]: [usize; 3], routing: Routing, eps: f64) -> Vec<f64> {
+    let inv_rms = inverse_rms(states, d_model, eps);
+    let rows = inv_rms.len() / streams;
+    let heads = (0..rows).flat_map(|row| (0..outputs).map(move |j| row * streams + routing.key_stream(j)));
+    heads
+        .flat_map(|row| states[row * d_model..][..d_model].iter().map(|x| x * inv_rms[row]).collect::<Vec<_>>())
+        .collect()
+}
+
 /// The routing of a golden case.
 pub fn routing(case: &Case) -> Routing {
     match case.text("routing").unwrap() {

@@ -1,12 +1,13 @@
 use burn::tensor::Tensor;
 use cubecl::prelude::*;
 use dar_burn::ops::{write, write_first};
-use dar_kernels::Tuning;
+use dar_kernels::pack::Key;
 use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, write_fwd};
+use dar_kernels::{Routing, Tuning};
 
 use super::support::{
     Buffer, EPS, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient, host,
-    inverse_rms, leaf, reductions, stores, truth,
+    inverse_rms, keys, leaf, reductions, stores, truth,
 };
 use crate::support::host::values;
 
@@ -89,6 +90,10 @@ impl Problem {
 
     /// Value and inverse RMS of the middle one of three entries, the others are NaN still.
     fn close(&self, client: &Client, dtype: ElemType, tuning: Tuning) -> [Vec<f64>; 2] {
+        self.close_with(client, dtype, tuning, None)
+    }
+
+    fn close_with(&self, client: &Client, dtype: ElemType, tuning: Tuning, key: Option<Key>) -> [Vec<f64>; 2] {
         let Self { tokens, d_model, .. } = *self;
         let (before, output, gate) = self.inputs(client, dtype);
         let value = Buffer::output(client, &[3, tokens, self.streams(), d_model], dtype);
@@ -100,6 +105,7 @@ impl Problem {
             read: READ,
             value: value.operand(),
             inv_rms: inv_rms.operand(),
+            key,
             entry: 1,
             eps: EPS,
         };
@@ -209,6 +215,19 @@ fn any_size() {
                         let [value, inv_rms] = problem.close(&client, dtype, tuning);
                         assert_eq!(value, state, "{about}");
                         assert_close(&about, &[("inv_rms", &inv_rms, &inverse_rms(&value, d_model, EPS), 1e-5)]);
+
+                        let mut routings: Vec<_> =
+                            Routing::ALL.into_iter().filter(|routing| routing.fits(streams)).collect();
+                        routings.truncate(if d_model == 3 { routings.len() } else { 1 });
+                        for routing in routings {
+                            let about = format!("{about}, {routing:?}");
+                            let key = Buffer::output(&client, &[3, tokens, streams, d_model], dtype);
+                            let packed = Key { key: key.operand(), routing };
+                            let keyed = problem.close_with(&client, dtype, tuning, Some(packed));
+                            assert_eq!(keyed, [value.clone(), inv_rms.clone()], "{about}");
+                            let truth = keys(&value, [streams, streams, d_model], routing, EPS);
+                            assert_close(&about, &[("key", &key.rows(1, 1), &truth, bound(dtype))]);
+                        }
                     }
                 }
             }
@@ -311,6 +330,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             read: 0,
             value: value.operand(),
             inv_rms: inv_rms.operand(),
+            key: None,
             entry: 0,
             eps: EPS,
         };

@@ -4,7 +4,43 @@ use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
-use crate::{Dims, KernelError};
+use crate::{Dims, KernelError, Routing};
+
+/// Normalised keys beside the values of a history (A.1): the paper's packing.
+#[derive(Debug, Clone, Copy)]
+pub struct Key<'a> {
+    /// Output, in the type of the history: keys `norm(value^key(j))` of output stream j, of which one entry is written.
+    /// `[capacity, tokens, outputs, d_model]`
+    pub key: Operand<'a>,
+    /// Which stream gives the key of an output.
+    pub routing: Routing,
+}
+
+/// What of a [`Key`] changes the code of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct KeyConfig {
+    pub(crate) outputs: usize,
+    pub(crate) routing: Routing,
+}
+
+impl Key<'_> {
+    /// Checks the keys of a history.
+    pub(crate) fn check(
+        &self,
+        check: &mut Check,
+        dtype: ElemType,
+        [capacity, tokens, streams, d_model]: [usize; 4],
+    ) -> Result<KeyConfig, KernelError> {
+        let Self { key, routing } = *self;
+        let &[_, _, outputs @ (1..), _] = key.shape else {
+            return Err(check.wrong_shape("key", &key, "[capacity, tokens, outputs, d_model] with outputs ≥ 1"));
+        };
+        routing.check(check.operation, streams, outputs)?;
+        let shape = [capacity, tokens, outputs, d_model];
+        check.fits("key", &key, dtype, "[capacity, tokens, outputs, d_model]", &shape)?;
+        Ok(KeyConfig { outputs, routing })
+    }
+}
 
 /// The operands of [`pack_fwd`].
 #[derive(Debug, Clone, Copy)]
@@ -17,6 +53,8 @@ pub struct PackFwd<'a> {
     pub value: Operand<'a>,
     /// Output, f32: inverse RMS of the history, of which one entry is written. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
+    /// The keys of the entry; none leaves them out, as `inv_rms` and `value` give them.
+    pub key: Option<Key<'a>>,
     /// The entry to write.
     pub entry: usize,
     /// Epsilon of the key norm.
@@ -28,7 +66,7 @@ pub struct PackFwd<'a> {
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or the history has no room for the entry.
 pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<(), KernelError> {
-    let PackFwd { state, value, inv_rms, entry, eps } = operands;
+    let PackFwd { state, value, inv_rms, key, entry, eps } = operands;
 
     let mut check = Check::of("pack_fwd");
     let capacity = check.room("value", &value, entry)?;
@@ -48,6 +86,10 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
             &[capacity, tokens, streams, d_model],
         )?
         .fits("inv_rms", &inv_rms, F32, "[capacity, tokens, streams]", &[capacity, tokens, streams])?;
+    let keys = match &key {
+        Some(key) => key.check(&mut check, state.dtype, [capacity, tokens, streams, d_model])?,
+        None => KeyConfig::default(),
+    };
     let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
@@ -63,12 +105,15 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
         state.argument(row.lanes),
         value.argument(row.lanes),
         inv_rms.argument(1),
+        key.map(|key| key.key.argument(row.lanes)).into(),
         entry,
         tokens * streams,
+        streams,
         if state.shape.len() == 2 { streams } else { 1 },
         d_model / row.lanes,
         d_model as f32,
         eps as f32,
+        keys,
         row,
         state.dtype,
     );
@@ -78,15 +123,18 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn pack_fwd_kernel<E: Float, N: Size>(
-    state: &[Vector<E, N>],     // [rows / sharing, vectors]
-    value: &mut [Vector<E, N>], // [capacity, rows, vectors]
-    inv_rms: &mut [f32],        // [capacity, rows]
+    state: &[Vector<E, N>],                       // [rows / sharing, vectors]
+    value: &mut [Vector<E, N>],                   // [capacity, rows, vectors]
+    inv_rms: &mut [f32],                          // [capacity, rows]
+    mut key: ComptimeOption<&mut [Vector<E, N>]>, // [capacity, tokens, outputs, vectors]
     entry: usize,
-    rows: usize,    // tokens × streams
+    rows: usize, // tokens × streams
+    streams: usize,
     sharing: usize, // rows of an entry that hold the same row of the state
     vectors: usize,
     d_model: f32,
     eps: f32,
+    #[comptime] keys: KeyConfig,
     #[comptime] config: Row,
     #[define(E)] _dtype: ElemType,
 ) {
@@ -107,7 +155,23 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     let mut sum = Array::<f32>::new(1usize);
     sum[0] = lane_sum(squares);
     sums.sum(&mut sum);
+    let norm = inverse_rms(sum[0], d_model, eps);
     if UNIT_POS_X == 0 {
-        inv_rms[packed] = inverse_rms(sum[0], d_model, eps);
+        inv_rms[packed] = norm;
+    }
+    if comptime!(key.is_some()) {
+        let key = key.as_mut().unwrap();
+        let outputs = comptime!(keys.outputs);
+        let stream = row % streams;
+        for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
+            let x = Vector::<f32, N>::cast_from(state[source * vectors + column]);
+            let normed = Vector::<E, N>::cast_from(Vector::new(norm) * x);
+            #[unroll]
+            for j in 0..outputs {
+                if stream == comptime!(keys.routing.key_stream(j)) {
+                    key[(packed / streams * outputs + j) * vectors + column] = normed;
+                }
+            }
+        }
     }
 }

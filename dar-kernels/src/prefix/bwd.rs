@@ -97,7 +97,7 @@ pub fn prefix_bwd_history(
         return Ok(());
     }
 
-    let work = Work { dims, dtype: value.dtype, outputs, queries: last - first, routing };
+    let work = Work { dims, dtype: value.dtype, outputs, queries: last - first, routing, keyed: false };
     let config = work.choose_history(client, tuning);
     let lanes = config.row.lanes;
     prefix_bwd_kernel_history::launch(
@@ -388,7 +388,8 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
         outputs,
     );
 
-    let (groups, config) = Work { dims, dtype: value.dtype, outputs, queries, routing }.choose_query(client);
+    let (groups, config) =
+        Work { dims, dtype: value.dtype, outputs, queries, routing, keyed: false }.choose_query(client);
     let lanes = config.row.lanes;
     prefix_bwd_kernel_query::launch(
         client,

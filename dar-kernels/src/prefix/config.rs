@@ -44,30 +44,33 @@ pub(crate) struct Work {
     pub(crate) outputs: usize,
     pub(crate) queries: usize,
     pub(crate) routing: Routing,
+    /// Whether keys are read beside values.
+    pub(crate) keyed: bool,
 }
 
 impl Work {
-    /// How many groups of queries there are, and the kernel for one.
-    pub(crate) fn choose(self, client: &Client, tuning: Tuning) -> (usize, PrefixConfig) {
-        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing } = self;
+    /// How many groups of queries there are, and the kernel for one, which makes up to `more` sums at a time beside
+    /// those of the logits.
+    pub(crate) fn choose(self, client: &Client, tuning: Tuning, more: usize) -> (usize, PrefixConfig) {
+        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing, keyed } = self;
         let groups = queries.div_ceil((MOST_HEADS / outputs).max(1));
         let group = queries.div_ceil(groups);
         let heads = group * outputs;
 
         let row = Row::held(client, dtype, d_model, tuning, heads, MOST_ACCUMULATORS);
-        let in_flight = streams * row.columns * row.lanes;
+        let in_flight = (streams + if keyed { outputs } else { 0 }) * row.columns * row.lanes;
         let mut chunk = MOST_ENTRIES;
         // Without planes every unit has a place in shared memory for every sum.
-        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || !row.fits(client, chunk * heads)) {
+        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || !row.fits(client, more.max(chunk * heads))) {
             chunk /= 2;
         }
-        let row = row.fit(client, chunk * heads);
+        let row = row.fit(client, more.max(chunk * heads));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
     }
 
     /// The backward by entry: what a unit keeps is three arrays of the entry's columns beside one pass of queries.
     pub(crate) fn choose_history(self, client: &Client, tuning: Tuning) -> PrefixConfig {
-        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing } = self;
+        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing, .. } = self;
         let group = queries.clamp(1, MOST_BACKWARD_HEADS.div_ceil(outputs));
         let arrays = group * outputs + 3 * streams;
         let row = Row::held(client, dtype, d_model, tuning, arrays, MOST_ACCUMULATORS).fit(client, group * outputs);
@@ -76,7 +79,7 @@ impl Work {
 
     /// The first stage of the queries' gradient: one accumulator a query, output and column, and no sum over the cube.
     pub(crate) fn choose_query(self, client: &Client) -> (usize, PrefixConfig) {
-        let (groups, config) = self.choose(client, Tuning { reduction: Some(Reduction::Shared) });
+        let (groups, config) = self.choose(client, Tuning { reduction: Some(Reduction::Shared) }, 0);
         (groups, PrefixConfig { chunk: 1, ..config })
     }
 }

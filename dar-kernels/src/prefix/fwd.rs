@@ -4,9 +4,14 @@ use super::config::{PrefixConfig, Work};
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
+use crate::read::{mixed, mixing_gates, sum_of_streams};
 use crate::reduce::CubeSum;
+use crate::site::{GATES, RHO, site_length};
 use crate::softmax::{FLOOR, OnlineSoftmax};
 use crate::{Dims, KernelError, Routing};
+
+/// Sums of a mix at a time: four gates and the squares.
+const SUMS_OF_MIX: usize = 5;
 
 /// The operands of [`prefix_fwd`]. There are as many `outputs` as streams, or one of two streams with
 /// [`Routing::FixedKeyValue`].
@@ -15,8 +20,11 @@ pub struct PrefixFwd<'a> {
     /// Input, f32, f16 or bf16: the history; entries past `entries` are not read.
     /// `[capacity, tokens, streams, d_model]`
     pub value: Operand<'a>,
-    /// Input, f32: inverse RMS of the history. `[capacity, tokens, streams]`
+    /// Input, f32: inverse RMS of the history; not read with `key`. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
+    /// Input, in the type of `value`: the [keys](crate::pack::Key) of the history, if they were packed; none takes them
+    /// from `value` and `inv_rms`, which halves what is read. `[capacity, tokens, outputs, d_model]`
+    pub key: Option<Operand<'a>>,
     /// Input, f32. `[reads, outputs, d_model]`
     pub query: Operand<'a>,
     /// Output, f32: log-sum-exp, in the rows of the reads. `[reads, tokens, outputs]`
@@ -26,6 +34,9 @@ pub struct PrefixFwd<'a> {
     pub logit: Operand<'a>,
     /// Output, in the type of `value`: retrieved states, from row `slot` on. `[slots, tokens, outputs, d_model]`
     pub state: Operand<'a>,
+    /// What goes on to the input of a branch at once, for read `first`; none leaves that to
+    /// [`read_fwd`](crate::read::read_fwd).
+    pub mix: Option<Mix<'a>>,
     /// How many entries the history has, at least one.
     pub entries: usize,
     /// The first of the reads that are served.
@@ -36,14 +47,56 @@ pub struct PrefixFwd<'a> {
     pub slot: usize,
 }
 
-/// Completed-history prefix of some reads, forward (A.2–A.5).
+/// The read of a block's first branch, or of the output where all blocks are complete, within [`PrefixFwd`]: what
+/// [`read_fwd`](crate::read::read_fwd) does without `open`.
+#[derive(Debug, Clone, Copy)]
+pub struct Mix<'a> {
+    /// Input, f32: the gates' parameters, with `gate` and two outputs; none sums the outputs. `[10 * d_model + 8]`
+    pub site: Option<Operand<'a>>,
+    /// Output, f32: gates of all reads, of which row `first` is written with `site`. `[reads, tokens, 5]`
+    pub gate: Option<Operand<'a>>,
+    /// Output, in the type of the history: branch input, or hidden state. `[tokens, d_model]`
+    pub input: Operand<'a>,
+    /// Whether the retrieved state of read `first` is written too, as a backward takes it; else its row stays.
+    pub keep_first: bool,
+    /// Epsilon of the gates' norm.
+    pub eps: f64,
+}
+
+impl Mix<'_> {
+    fn check(
+        &self,
+        check: &mut Check,
+        dtype: ElemType,
+        [reads, tokens, outputs, d_model]: [usize; 4],
+    ) -> Result<(), KernelError> {
+        let Self { site, gate, input, keep_first: _, eps } = self;
+        check.eps(*eps)?.fits("mix.input", input, dtype, "[tokens, d_model]", &[tokens, d_model])?;
+        if let Some(gate) = gate {
+            check.fits("mix.gate", gate, F32, "[reads, tokens, 5]", &[reads, tokens, GATES])?;
+        }
+        if let Some(site) = site {
+            check.fits("mix.site", site, F32, "[10 * d_model + 8]", &[site_length(d_model)])?;
+            if gate.is_none() {
+                let expected = "the gates of all reads, as `mix.site` is there";
+                return Err(KernelError::value(check.operation, "mix.gate", expected, "none"));
+            }
+            if outputs != 2 {
+                return Err(KernelError::value(check.operation, "outputs of the query", "2 with `mix.site`", outputs));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Completed-history prefix of some reads, forward (A.2–A.5), and the input of the first one's branch (13–15).
 ///
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, if there is no entry or no row for a read, or
 /// `routing` does not fit the streams.
 pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning: Tuning) -> Result<(), KernelError> {
     const NAME: &str = "prefix_fwd";
-    let PrefixFwd { value, inv_rms, query, lse, logit, state, entries, first, count, slot } = operands;
+    let PrefixFwd { value, inv_rms, key, query, lse, logit, state, mix, entries, first, count, slot } = operands;
 
     let mut check = Check::of(NAME);
     let capacity = check.room("value", &value, entries.saturating_sub(1))?;
@@ -65,13 +118,24 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         .fits("lse", &lse, F32, "[reads, tokens, outputs]", &[reads, tokens, outputs])?
         .fits("logit", &logit, F32, "[capacity, reads, tokens, outputs]", &[capacity, reads, tokens, outputs])?
         .fits("state", &state, value.dtype, "[slots, tokens, outputs, d_model]", &[slots, tokens, outputs, d_model])?;
+    if let Some(key) = &key {
+        let shape = [capacity, tokens, outputs, d_model];
+        check.fits("key", key, value.dtype, "[capacity, tokens, outputs, d_model]", &shape)?;
+    }
+    if let Some(mix) = &mix {
+        mix.check(&mut check, value.dtype, [reads, tokens, outputs, d_model])?;
+        if count == 0 {
+            return Err(KernelError::value(NAME, "count", "at least 1 with `mix`", count));
+        }
+    }
     let address = check.address(client)?;
     if tokens * count == 0 {
         return Ok(());
     }
 
-    let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing };
-    let (groups, config) = work.choose(client, tuning);
+    let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing, keyed: key.is_some() };
+    let (groups, config) = work.choose(client, tuning, mix.map_or(0, |_| SUMS_OF_MIX));
+    let gate = mix.and_then(|mix| mix.site.and(mix.gate));
     let lanes = config.row.lanes;
     prefix_fwd_kernel::launch(
         client,
@@ -80,11 +144,15 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         address,
         lanes,
         value.argument(lanes),
-        inv_rms.argument(1),
+        key.is_none().then(|| inv_rms.argument(1)).into(),
+        key.map(|key| key.argument(lanes)).into(),
         query.argument(lanes),
         lse.argument(1),
         logit.argument(1),
         state.argument(lanes),
+        mix.and_then(|mix| mix.site).map(|site| site.argument(lanes)).into(),
+        gate.map(|gate| gate.argument(1)).into(),
+        mix.map(|mix| mix.input.argument(lanes)).into(),
         entries,
         first,
         count,
@@ -92,6 +160,9 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         reads,
         tokens,
         d_model / lanes,
+        d_model as f32,
+        mix.map_or(0.0, |mix| mix.eps) as f32,
+        mix.is_none_or(|mix| mix.keep_first),
         config,
         value.dtype,
     );
@@ -101,12 +172,16 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn prefix_fwd_kernel<E: Float, N: Size>(
-    value: &[Vector<E, N>],     // [capacity, tokens, streams, vectors]
-    inv_rms: &[f32],            // [capacity, tokens, streams]
-    query: &[Vector<f32, N>],   // [reads, outputs, vectors]
-    lse: &mut [f32],            // [reads, tokens, outputs]
-    logit: &mut [f32],          // [capacity, reads, tokens, outputs]
-    state: &mut [Vector<E, N>], // [slots, tokens, outputs, vectors]
+    value: &[Vector<E, N>],                         // [capacity, tokens, streams, vectors]
+    inv_rms: ComptimeOption<&[f32]>,                // [capacity, tokens, streams]
+    key: ComptimeOption<&[Vector<E, N>]>,           // [capacity, tokens, outputs, vectors]
+    query: &[Vector<f32, N>],                       // [reads, outputs, vectors]
+    lse: &mut [f32],                                // [reads, tokens, outputs]
+    logit: &mut [f32],                              // [capacity, reads, tokens, outputs]
+    state: &mut [Vector<E, N>],                     // [slots, tokens, outputs, vectors]
+    site: ComptimeOption<&[Vector<f32, N>]>,        // [10 * vectors + 8 / lanes]
+    mut gate: ComptimeOption<&mut [f32]>,           // [reads, tokens, 5]
+    mut input: ComptimeOption<&mut [Vector<E, N>]>, // [tokens, vectors]
     entries: usize,
     first: usize,
     count: usize,
@@ -114,6 +189,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     reads: usize,
     tokens: usize,
     vectors: usize,
+    d_model: f32,
+    eps: f32,
+    #[comptime] keep_first: bool,
     #[comptime] config: PrefixConfig,
     #[define(E)] _value_dtype: ElemType,
 ) {
@@ -131,7 +209,10 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     let unit = UNIT_POS_X as usize;
     let begin = CUBE_POS_Z as usize * group; // of the `count` queries, that of head 0
 
-    let mut sums = CubeSum::new(comptime!(chunk * heads), comptime!(config.row));
+    let keyed = comptime!(key.is_some());
+    let mixing = comptime!(input.is_some());
+    let most_sums = comptime!(if mixing { SUMS_OF_MIX.max(chunk * heads) } else { chunk * heads });
+    let mut sums = CubeSum::new(most_sums, comptime!(config.row));
     let mut softmax = OnlineSoftmax::empty(heads);
     let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(heads * columns)); // U, before the division by Z
     #[unroll]
@@ -142,16 +223,13 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     for start in range_stepped(0, entries, chunk) {
         // All loads of the chunk, so that they are in flight together.
         let mut values = Array::<Vector<E, N>>::new(comptime!(chunk * streams * columns));
+        let mut keys = Array::<Vector<E, N>>::new(comptime!(if keyed { chunk * outputs * columns } else { 1 }));
         let mut scales = Array::<f32>::new(comptime!(chunk * streams));
         #[unroll]
         for r in 0..chunk {
             #[unroll]
             for j in 0..streams {
                 let row = ((start + r) * tokens + token) * streams + j;
-                scales[r * streams + j] = f32::new(0.0);
-                if start + r < entries {
-                    scales[r * streams + j] = inv_rms[row];
-                }
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!((r * streams + j) * columns + c);
@@ -162,6 +240,48 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     }
                 }
             }
+        }
+
+        #[comptime]
+        match key {
+            ComptimeOption::Some(key) =>
+            {
+                #[unroll]
+                for r in 0..chunk {
+                    #[unroll]
+                    for j in 0..outputs {
+                        let row = ((start + r) * tokens + token) * outputs + j;
+                        #[unroll]
+                        for c in 0..columns {
+                            let k = comptime!((r * outputs + j) * columns + c);
+                            let column = c * units + unit;
+                            keys[k] = Vector::new(E::from_int(0));
+                            if start + r < entries && column < vectors {
+                                keys[k] = key[row * vectors + column];
+                            }
+                        }
+                    }
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match inv_rms {
+            ComptimeOption::Some(inv_rms) =>
+            {
+                #[unroll]
+                for r in 0..chunk {
+                    #[unroll]
+                    for j in 0..streams {
+                        let k = comptime!(r * streams + j);
+                        scales[k] = f32::new(0.0);
+                        if start + r < entries {
+                            scales[k] = inv_rms[((start + r) * tokens + token) * streams + j];
+                        }
+                    }
+                }
+            }
+            ComptimeOption::None => {}
         }
 
         // (A.1)
@@ -185,8 +305,12 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     let mut dot = Vector::<f32, N>::new(0.0f32);
                     #[unroll]
                     for c in 0..columns {
-                        let k = comptime!((r * streams + key) * columns + c);
-                        dot += queries[c] * Vector::cast_from(values[k]);
+                        if comptime!(keyed) {
+                            dot += queries[c] * Vector::cast_from(keys[comptime!((r * outputs + j) * columns + c)]);
+                        } else {
+                            let k = comptime!((r * streams + key) * columns + c);
+                            dot += queries[c] * Vector::cast_from(values[k]);
+                        }
                     }
                     logits[comptime!((r * group + s) * outputs + j)] = lane_sum(dot);
                 }
@@ -207,7 +331,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 for r in 0..chunk {
                     let k = comptime!(r * heads + head);
                     if start + r < entries {
-                        logits[k] *= scales[comptime!(r * streams + key)];
+                        if comptime!(!keyed) {
+                            logits[k] *= scales[comptime!(r * streams + key)];
+                        }
                         if unit == 0 && begin + s < count {
                             logit[(((start + r) * reads + read) * tokens + token) * outputs + j] = logits[k];
                         }
@@ -248,14 +374,54 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     lse[((first + begin + s) * tokens + token) * outputs + j] = softmax.lse(head);
                 }
                 let row = ((slot + begin + s) * tokens + token) * outputs + j;
+                let kept = comptime!(keep_first || s > 0) || begin > 0;
                 #[unroll]
                 for c in 0..columns {
                     let column = c * units + unit;
-                    if column < vectors {
-                        let mean = retrieved[comptime!(head * columns + c)] * Vector::new(normaliser);
-                        state[row * vectors + column] = Vector::cast_from(mean);
+                    let k = comptime!(head * columns + c);
+                    retrieved[k] *= Vector::new(normaliser);
+                    if kept && column < vectors {
+                        state[row * vectors + column] = Vector::cast_from(retrieved[k]);
                     }
                 }
+            }
+        }
+    }
+
+    // The first query is of the first group.
+    if comptime!(mixing) && CUBE_POS_Z == 0 {
+        let input = input.as_mut().unwrap();
+        let mut merged = Array::<Vector<f32, N>>::new(comptime!(outputs * columns));
+        #[unroll]
+        for k in 0..comptime!(outputs * columns) {
+            merged[k] = retrieved[k];
+        }
+        let mut inputs = Array::<Vector<f32, N>>::new(columns);
+        if comptime!(site.is_none()) {
+            inputs = sum_of_streams::<N>(&merged, outputs, comptime!(config.row));
+        }
+        #[comptime]
+        match site {
+            ComptimeOption::Some(site) => {
+                let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
+                inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
+                if unit == 0 {
+                    let gate = gate.as_mut().unwrap();
+                    let row = (first * tokens + token) * GATES;
+                    #[unroll]
+                    for k in 0usize..4 {
+                        gate[row + k] = gates[k];
+                    }
+                    gate[row + RHO] = f32::new(1.0);
+                }
+            }
+            ComptimeOption::None => {}
+        }
+        #[unroll]
+        for c in 0..columns {
+            let column = c * units + unit;
+            if column < vectors {
+                input[token * vectors + column] = Vector::cast_from(inputs[c]);
             }
         }
     }

@@ -9,6 +9,16 @@
 //!   lse[s,j] = m + ln Z;  state[s,j] = U / Z                 (A.5)
 //! ```
 //!
+//! With a [`Mix`] the first query is that of a block's first branch or of an output read with all blocks complete, and
+//! has no open state to be merged with: the same pass takes its retrieved state on, unrounded, to gates and branch input.
+//!
+//! ```text
+//!   alpha, beta of [state[0,0]; state[0,1]];  input = alpha0 state[0,0] + alpha1 state[0,1]      (13–15)
+//!   without a site: input = sum over j of state[0,j]
+//! ```
+//!
+//! Keys are values times inverse RMS, or lie in a buffer of their own if they were [packed](crate::pack::Key).
+//!
 //! Queries, `lse` and `logit` are arenas of all reads of a pass, of which one launch serves a range. `key(j)` and
 //! `value(j)` are the streams of the [`Routing`](crate::Routing) for output j. There are as many outputs as streams,
 //! but for Attention Residuals with projected values (21), whose history holds two streams, the state that gives the
@@ -33,12 +43,13 @@
 //!
 //! A unit owns the same columns of all streams, as one stream's values are the other one's keys. Bytes moved: `2 b`
 //! units of `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams, beside the scalars
-//! of each token. The backward of an entry reads `2 + 2 L` for the L reads that saw it and writes 2 (the embedding: 1);
-//! that of the queries reads `2 b`, once for every 16 queries × outputs.
+//! of each token; packed keys are `2 b` more to read. A mix writes 1 more in the place of a read that reads 2 and
+//! writes 1, and 2 less where the state is not kept. The backward of an entry reads `2 + 2 L` for the L reads that saw
+//! it and writes 2 (the embedding: 1); that of the queries reads `2 b`, once for every 16 queries × outputs.
 
 mod bwd;
 mod config;
 mod fwd;
 
 pub use bwd::{PrefixBwdHistory, PrefixBwdQuery, prefix_bwd_history, prefix_bwd_query};
-pub use fwd::{PrefixFwd, prefix_fwd};
+pub use fwd::{Mix, PrefixFwd, prefix_fwd};

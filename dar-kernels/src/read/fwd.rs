@@ -267,49 +267,13 @@ fn read_fwd_kernel<E: Float, N: Size>(
     #[comptime]
     match site {
         ComptimeOption::Some(site) => {
-            // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1, and the squares of [h0; h1].
-            let mut sum = Array::<f32>::new(5usize);
-            let mut squares = Vector::<f32, N>::new(0.0f32);
-            #[unroll]
-            for k in 0usize..4 {
-                let mut dot = Vector::<f32, N>::new(0.0f32);
-                #[unroll]
-                for j in 0usize..2 {
-                    #[unroll]
-                    for c in 0..columns {
-                        let column = c * units + unit;
-                        let own = merged[comptime!(j * columns + c)];
-                        if column < vectors {
-                            dot += site[(2 * k + j) * vectors + column] * own;
-                        }
-                        if comptime!(k == 0) {
-                            squares += own * own;
-                        }
-                    }
-                }
-                sum[k] = lane_sum(dot);
-            }
-            sum[4] = lane_sum(squares);
-            sums.sum(&mut sum);
-
-            let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
-            let scale_alpha = site_scalar::<N>(site, vectors, GATES);
-            let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
-            let mut gates = Array::<f32>::new(4usize);
-            #[unroll]
-            for k in 0usize..2 {
-                let (alpha, beta) = (comptime!(ALPHA + k), comptime!(BETA + k));
-                // (13, 14)
-                gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha));
-                gates[beta] = 2.0f32 * sigmoid(scale_beta * norm * sum[beta] + site_scalar::<N>(site, vectors, beta));
-            }
+            let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
+            let mixed = mixed::<N>(&merged, &gates, comptime!(config.row));
             #[unroll]
             for c in 0..columns {
                 let column = c * units + unit;
                 if column < vectors {
-                    let mixed = Vector::new(gates[ALPHA]) * merged[c]
-                        + Vector::new(gates[ALPHA + 1]) * merged[comptime!(columns + c)]; // (15)
-                    input[token * vectors + column] = Vector::cast_from(mixed);
+                    input[token * vectors + column] = Vector::cast_from(mixed[c]);
                 }
             }
             if unit == 0 {
@@ -322,22 +286,105 @@ fn read_fwd_kernel<E: Float, N: Size>(
                 gate[row + RHO] = rho;
             }
         }
-        ComptimeOption::None =>
-        {
+        ComptimeOption::None => {
+            let sum = sum_of_streams::<N>(&merged, streams, comptime!(config.row));
             #[unroll]
             for c in 0..columns {
                 let column = c * units + unit;
                 if column < vectors {
-                    let mut sum = merged[c];
-                    #[unroll]
-                    for j in 1..streams {
-                        sum += merged[comptime!(j * columns + c)];
-                    }
-                    input[token * vectors + column] = Vector::cast_from(sum);
+                    input[token * vectors + column] = Vector::cast_from(sum[c]);
                 }
             }
         }
     }
+}
+
+/// alpha0, alpha1, beta0, beta1 of a merged state (13, 14). `sums` has room for five.
+#[cube]
+pub(crate) fn mixing_gates<N: Size>(
+    merged: &Array<Vector<f32, N>>,
+    site: &[Vector<f32, N>],
+    sums: &mut CubeSum,
+    vectors: usize,
+    d_model: f32,
+    eps: f32,
+    #[comptime] config: Row,
+) -> Array<f32> {
+    let columns = comptime!(config.columns);
+    // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1, and the squares of [h0; h1].
+    let mut sum = Array::<f32>::new(5usize);
+    let mut squares = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for k in 0usize..4 {
+        let mut dot = Vector::<f32, N>::new(0.0f32);
+        #[unroll]
+        for j in 0usize..2 {
+            #[unroll]
+            for c in 0..columns {
+                let column = c * comptime!(config.units) + UNIT_POS_X as usize;
+                let own = merged[comptime!(j * columns + c)];
+                if column < vectors {
+                    dot += site[(2 * k + j) * vectors + column] * own;
+                }
+                if comptime!(k == 0) {
+                    squares += own * own;
+                }
+            }
+        }
+        sum[k] = lane_sum(dot);
+    }
+    sum[4] = lane_sum(squares);
+    sums.sum(&mut sum);
+
+    let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
+    let scale_alpha = site_scalar::<N>(site, vectors, GATES);
+    let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
+    let mut gates = Array::<f32>::new(4usize);
+    #[unroll]
+    for k in 0usize..2 {
+        let (alpha, beta) = (comptime!(ALPHA + k), comptime!(BETA + k));
+        gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha));
+        gates[beta] = 2.0f32 * sigmoid(scale_beta * norm * sum[beta] + site_scalar::<N>(site, vectors, beta));
+    }
+    gates
+}
+
+/// The branch input (15): a unit's columns.
+#[cube]
+pub(crate) fn mixed<N: Size>(
+    merged: &Array<Vector<f32, N>>,
+    gates: &Array<f32>,
+    #[comptime] config: Row,
+) -> Array<Vector<f32, N>> {
+    let columns = comptime!(config.columns);
+    let mut mixed = Array::<Vector<f32, N>>::new(columns);
+    #[unroll]
+    for c in 0..columns {
+        mixed[c] =
+            Vector::new(gates[ALPHA]) * merged[c] + Vector::new(gates[ALPHA + 1]) * merged[comptime!(columns + c)];
+    }
+    mixed
+}
+
+/// What a read without gates gives: a unit's columns.
+#[cube]
+pub(crate) fn sum_of_streams<N: Size>(
+    merged: &Array<Vector<f32, N>>,
+    #[comptime] streams: usize,
+    #[comptime] config: Row,
+) -> Array<Vector<f32, N>> {
+    let columns = comptime!(config.columns);
+    let mut total = Array::<Vector<f32, N>>::new(columns);
+    #[unroll]
+    for c in 0..columns {
+        let mut sum = merged[c];
+        #[unroll]
+        for j in 1..streams {
+            sum += merged[comptime!(j * columns + c)];
+        }
+        total[c] = sum;
+    }
+    total
 }
 
 /// The columns of this unit of `streams` rows from `row` on, zero past the end: `[streams, columns]`.

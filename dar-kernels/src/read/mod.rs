@@ -52,3 +52,4 @@ mod fwd;
 
 pub use bwd::{OpenBwd, ReadBwd, read_bwd};
 pub use fwd::{Open, ReadFwd, read_fwd};
+pub(crate) use fwd::{mixed, mixing_gates, sum_of_streams};

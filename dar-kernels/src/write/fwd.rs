@@ -3,6 +3,7 @@ use cubecl::prelude::*;
 use crate::launch::{Row, Tuning, cube_index, cubes, element_index, elements, lanes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
+use crate::pack::{Key, KeyConfig};
 use crate::reduce::CubeSum;
 use crate::site::{BETA, GATES};
 use crate::{Dims, KernelError};
@@ -79,6 +80,8 @@ pub struct CloseFwd<'a> {
     pub value: Operand<'a>,
     /// Output, f32: inverse RMS of the history, of which one entry is written. `[capacity, tokens, streams]`
     pub inv_rms: Operand<'a>,
+    /// The keys of the entry, as in [`PackFwd`](crate::pack::PackFwd).
+    pub key: Option<Key<'a>>,
     /// The entry to write.
     pub entry: usize,
     /// Epsilon of the key norm.
@@ -90,7 +93,7 @@ pub struct CloseFwd<'a> {
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or the history has no room for the entry.
 pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<(), KernelError> {
-    let CloseFwd { before, output, gate, read, value, inv_rms, entry, eps } = operands;
+    let CloseFwd { before, output, gate, read, value, inv_rms, key, entry, eps } = operands;
 
     let mut check = Check::of("close_fwd");
     let Dims { tokens, streams, d_model } = inputs(client, &mut check, before, output, gate, read)?;
@@ -103,6 +106,10 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
         "[capacity, tokens, streams]",
         &history[..3],
     )?;
+    let keys = match &key {
+        Some(key) => key.check(&mut check, output.dtype, history)?,
+        None => KeyConfig::default(),
+    };
     let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
@@ -120,12 +127,14 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
         gate.map(|gate| gate.argument(1)).into(),
         value.argument(row.lanes),
         inv_rms.argument(1),
+        key.map(|key| key.key.argument(row.lanes)).into(),
         read,
         entry,
         tokens,
         d_model / row.lanes,
         d_model as f32,
         eps as f32,
+        keys,
         row,
         output.dtype,
     );
@@ -196,17 +205,19 @@ fn write_fwd_kernel<E: Float, N: Size>(
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn close_fwd_kernel<E: Float, N: Size>(
-    before: ComptimeOption<&[Vector<E, N>]>, // [tokens, streams, vectors]
-    output: &[Vector<E, N>],                 // [tokens, vectors]
-    gate: ComptimeOption<&[f32]>,            // [reads, tokens, 5]
-    value: &mut [Vector<E, N>],              // [capacity, tokens, streams, vectors]
-    inv_rms: &mut [f32],                     // [capacity, tokens, streams]
+    before: ComptimeOption<&[Vector<E, N>]>,      // [tokens, streams, vectors]
+    output: &[Vector<E, N>],                      // [tokens, vectors]
+    gate: ComptimeOption<&[f32]>,                 // [reads, tokens, 5]
+    value: &mut [Vector<E, N>],                   // [capacity, tokens, streams, vectors]
+    inv_rms: &mut [f32],                          // [capacity, tokens, streams]
+    mut key: ComptimeOption<&mut [Vector<E, N>]>, // [capacity, tokens, outputs, vectors]
     read: usize,
     entry: usize,
     tokens: usize,
     vectors: usize,
     d_model: f32,
     eps: f32,
+    #[comptime] keys: KeyConfig,
     #[comptime] config: Row,
     #[define(E)] _dtype: ElemType,
 ) {
@@ -249,6 +260,21 @@ fn close_fwd_kernel<E: Float, N: Size>(
         #[unroll]
         for j in 0..streams {
             inv_rms[row + j] = inverse_rms(sum[j], d_model, eps);
+        }
+    }
+    if comptime!(key.is_some()) {
+        let key = key.as_mut().unwrap();
+        let outputs = comptime!(keys.outputs);
+        #[unroll]
+        for j in 0..outputs {
+            let from = comptime!(keys.routing.key_stream(j));
+            let norm = inverse_rms(sum[from], d_model, eps);
+            // A unit reads what it wrote itself.
+            for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
+                let x = Vector::<f32, N>::cast_from(value[(row + from) * vectors + column]);
+                key[((entry * tokens + token) * outputs + j) * vectors + column] =
+                    Vector::cast_from(Vector::new(norm) * x);
+            }
         }
     }
 }

@@ -5,6 +5,7 @@
 //! P'^j = beta^j y                                    (17, i = 1)
 //! P'   = P + y;  P' = y                              without gates, one stream (Attention Residuals)
 //! close:  value[entry] = P';  inv_rms[entry] = 1 / sqrt(mean(P'²) + eps)     (A.1)
+//!         key[entry,j] = inv_rms P'^key(j), where keys are packed    see `pack`
 //!
 //! backward of a block's last branch:  dy = sum over j of beta^j dP'^j;  d_beta^j = <dP'^j, y>
 //! ```
