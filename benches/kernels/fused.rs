@@ -316,6 +316,7 @@ impl Fused {
             state: self.operand("source"),
             value: self.operand("value"),
             inv_rms: self.operand("inv_rms"),
+            key: None,
             entry: 0,
             eps: EPS,
         };
@@ -327,10 +328,12 @@ impl Fused {
         let operands = PrefixFwd {
             value: self.operand("value"),
             inv_rms: self.operand("inv_rms"),
+            key: None,
             query: self.operand("query"),
             lse: self.operand("lse"),
             logit: self.operand("logit"),
             state: self.operand("state"),
+            mix: None,
             entries,
             first: 0,
             count: queries,

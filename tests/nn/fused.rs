@@ -17,6 +17,10 @@ const D_MODEL: usize = 6;
 const BRANCHES: usize = 10;
 const SIZES: Sizes = Sizes { tokens: TOKENS, d_model: D_MODEL, branches: BRANCHES };
 
+/// Uses that differ from others in the order of the same launches only.
+const SLOW_IN_SOFTWARE: [&str; 7] =
+    ["both from 0", "both from 1", "both from 9", "both from 10", "the input of 0", "the input of 1", "the input of 6"];
+
 /// Of a model and its input.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
@@ -115,6 +119,10 @@ impl ModuleVisitor for ParameterGradients<'_> {
 #[track_caller]
 fn agree(about: &str, config: &ResidualConfig, device: &dyn Fn(Device) -> Device, usage: &Use) {
     for opened in devices() {
+        // There the composed graph compiles a shader for every new sum.
+        if opened.software && SLOW_IN_SOFTWARE.iter().any(|slow| about.contains(slow)) {
+            continue;
+        }
         agree_on(opened, about, config, SIZES, device, usage);
     }
 }

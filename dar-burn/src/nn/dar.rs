@@ -169,6 +169,7 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "one a branch, and a box would be one more indirection")]
 pub(super) enum DarPending {
     Fused(Pass),
     Composed(ComposedPending),

@@ -124,6 +124,9 @@ impl<B: PassKernels, C: CheckpointStrategy> PassOps for Autodiff<B, C> {
     }
 }
 
+/// The branch input, the chain and where the pass stands.
+type Recorded<B, C> = (FloatTensor<Autodiff<B, C>>, FloatTensor<Autodiff<B, C>>, Position<B>);
+
 /// The operands of a read that is about to be recorded.
 struct Hub<B: PassKernels> {
     position: Position<B>,
@@ -133,13 +136,13 @@ struct Hub<B: PassKernels> {
 }
 
 impl<B: PassKernels> Hub<B> {
-    /// The branch input, the chain and where the pass stands. `nodes`: chain, output, parameters of the site.
+    /// Makes the read and its nodes. `nodes`: chain, output, parameters of the site.
     fn record<C: CheckpointStrategy, const N: usize>(
         self,
         nodes: [NodeGuard; N],
         site: Option<Site<B>>,
         dtypes: Vec<DType>,
-    ) -> (FloatTensor<Autodiff<B, C>>, FloatTensor<Autodiff<B, C>>, Position<B>) {
+    ) -> Recorded<B, C> {
         let Self { position, chain, output, read } = self;
         let (before, mailbox, written) = (position.mailbox.clone(), Mailbox::default(), output.is_some());
         let hub = HubNode.prepare::<C>(nodes).compute_bound().stateful();

@@ -11,7 +11,7 @@ use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use dar_kernels::pack::{PackFwd, pack_fwd};
 use dar_kernels::prefix::{
-    PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
+    Mix, PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
 use dar_kernels::read::{Open, OpenBwd, ReadBwd, ReadFwd, read_bwd, read_fwd};
 use dar_kernels::site::{GateOperands, PackSite, SiteOperands, pack_site, site_length};
@@ -19,8 +19,8 @@ use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, wri
 use dar_kernels::{KernelError, Operand, Routing, Tuning};
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput,
-    Site, Write,
+    OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients,
+    ReadOutput, Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::require;
@@ -108,8 +108,14 @@ impl PassKernels for CubeBackend {
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let [state, value, inv_rms] = [state, value, inv_rms].map(Rows::new);
-        let operands =
-            PackFwd { state: state.operand(), value: value.operand(), inv_rms: inv_rms.operand(), entry, eps };
+        let operands = PackFwd {
+            state: state.operand(),
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            key: None,
+            entry,
+            eps,
+        };
         launched(pack_fwd(&value.0.client, operands, Tuning::default()));
         (value.0, inv_rms.0)
     }
@@ -131,6 +137,7 @@ impl PassKernels for CubeBackend {
             read: branch,
             value: value.operand(),
             inv_rms: inv_rms.operand(),
+            key: None,
             entry,
             eps,
         };
@@ -167,10 +174,12 @@ impl PassKernels for CubeBackend {
         let operands = PrefixFwd {
             value: value.operand(),
             inv_rms: inv_rms.operand(),
+            key: None,
             query: query.operand(),
             lse: lse.operand(),
             logit: logit.operand(),
             state: state.operand(),
+            mix: None,
             entries,
             first,
             count,
@@ -178,6 +187,49 @@ impl PassKernels for CubeBackend {
         };
         launched(prefix_fwd(&value.0.client, operands, routing, Tuning::default()));
         (lse.0, logit.0, state.0)
+    }
+
+    fn pass_open(
+        prefix: Prefix<Self>,
+        site: OptionalTensor<Self>,
+        gate: OptionalTensor<Self>,
+        entries: usize,
+        first: usize,
+        count: usize,
+        slot: usize,
+        routing: Routing,
+        eps: f64,
+        keep: bool,
+    ) -> OpenOutput<Self> {
+        let Prefix { value, inv_rms, query, lse, logit, state } = prefix;
+        let [value, inv_rms, query, lse, logit, state] = [value, inv_rms, query, lse, logit, state].map(Rows::new);
+        let [site, gate] = [site, gate].map(Rows::optional);
+        let [_, tokens, _, d_model] = value.shape();
+        let input = value.empty([tokens, d_model], value.0.dtype);
+        let mix = Mix {
+            site: site.as_ref().map(Rows::operand),
+            // The output read of a gated pass has no gates of its own.
+            gate: gate.as_ref().filter(|_| site.is_some()).map(Rows::operand),
+            input: input.operand(),
+            keep_first: keep,
+            eps,
+        };
+        let operands = PrefixFwd {
+            value: value.operand(),
+            inv_rms: inv_rms.operand(),
+            key: None,
+            query: query.operand(),
+            lse: lse.operand(),
+            logit: logit.operand(),
+            state: state.operand(),
+            mix: Some(mix),
+            entries,
+            first,
+            count,
+            slot,
+        };
+        launched(prefix_fwd(&value.0.client, operands, routing, Tuning::default()));
+        OpenOutput { input: input.0, lse: lse.0, logit: logit.0, state: state.0, gate: given(gate) }
     }
 
     fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, eps: f64) -> ReadOutput<Self> {

@@ -7,8 +7,8 @@ use burn::tensor::{DType, Shape, Tensor, activation::sigmoid};
 use dar_kernels::Routing;
 
 use super::kernels::{
-    OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients, ReadOutput,
-    Site, Write,
+    OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients,
+    ReadOutput, Site, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::{accumulate, accumulator, inverse_rms};
@@ -37,6 +37,7 @@ fn row<const D: usize, const E: usize>(x: &Tensor<D>, row: usize) -> Tensor<E> {
 }
 
 /// `x` with row `row` of the first axis replaced, in place where nothing else holds `x`.
+#[expect(clippy::single_range_in_vec_init, reason = "one range for one axis")]
 fn with_row<const D: usize, const E: usize>(x: Tensor<D>, row: usize, value: Tensor<E>) -> Tensor<D> {
     let dtype = x.dtype();
     x.slice_assign([row..row + 1], value.cast(dtype).unsqueeze_dim(0))
@@ -234,6 +235,26 @@ impl PassKernels for Flex {
             }
         }
         (primitive(lse), primitive(logit), primitive(state))
+    }
+
+    fn pass_open(
+        prefix: Prefix<Self>,
+        site: OptionalTensor<Self>,
+        gate: OptionalTensor<Self>,
+        entries: usize,
+        first: usize,
+        count: usize,
+        slot: usize,
+        routing: Routing,
+        eps: f64,
+        _keep: bool,
+    ) -> OpenOutput<Self> {
+        let query = prefix.query.clone();
+        let (lse, logit, state) = Self::pass_prefix(prefix, entries, first, count, slot, routing);
+        let (before, output) = (OptionalTensor::Absent, OptionalTensor::Absent);
+        let read = Read { state: state.clone(), before, output, query, lse: lse.clone(), site, gate };
+        let ReadOutput { input, gate, .. } = Self::pass_merge(read, first, slot, routing, eps);
+        OpenOutput { input, lse, logit, state, gate }
     }
 
     fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, eps: f64) -> ReadOutput<Self> {

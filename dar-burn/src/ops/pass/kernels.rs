@@ -1,5 +1,8 @@
 //! The launches of a pass on a backend: kernels on CubeCL devices, Burn operations on Flex.
 
+#![expect(clippy::large_enum_variant, reason = "one a read, and a box would be one more indirection")]
+#![expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
+
 #[cfg(feature = "cube")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::tensor::FloatTensor;
@@ -177,6 +180,19 @@ pub(crate) struct ReadOutput<B: Backend> {
     pub gate: OptionalTensor<B>,
 }
 
+/// What [`PassKernels::pass_open`] computes.
+#[derive(Debug, ExtensionType)]
+#[extension_type(fusion: cfg(feature = "cube"))]
+pub(crate) struct OpenOutput<B: Backend> {
+    /// `[tokens, d_model]`
+    pub input: FloatTensor<B>,
+    pub lse: FloatTensor<B>,
+    pub logit: FloatTensor<B>,
+    pub state: FloatTensor<B>,
+    #[extension_type]
+    pub gate: OptionalTensor<B>,
+}
+
 /// Operands of [`PassKernels::pass_merge_backward`].
 #[derive(Debug, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "cube"))]
@@ -294,6 +310,25 @@ pub(crate) trait PassKernels: Backend {
         routing: Routing,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
+    /// The prefix of reads `first .. first + count`, and read `first`, which has no partial state, in the same pass over the
+    /// history; `keep` its retrieved state for the backward.
+    #[fusion(meta = |prefix, site, gate, _entries, _first, _count, _slot, _routing, _eps, _keep| {
+        let _ = site;
+        open_specs(prefix, gate)
+    })]
+    fn pass_open(
+        #[extension_type] prefix: Prefix<Self>,
+        #[extension_type] site: OptionalTensor<Self>,
+        #[extension_type] gate: OptionalTensor<Self>,
+        entries: usize,
+        first: usize,
+        count: usize,
+        slot: usize,
+        routing: Routing,
+        eps: f64,
+        keep: bool,
+    ) -> OpenOutput<Self>;
+
     /// Write of branch `read - 1`, merge, gates and branch input of read `read`.
     #[fusion(meta = |read, _index, _slot, _routing, _eps| read_specs(read))]
     fn pass_merge(
@@ -375,6 +410,18 @@ fn entry_spec(value: &TensorSpec, sum: bool) -> TensorSpec {
 #[cfg(feature = "cube")]
 fn slot_spec(state: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([state.shape[1], state.shape[2], state.shape[3]]), state.dtype)
+}
+
+#[cfg(feature = "cube")]
+fn open_specs(prefix: &PrefixMetadata, gate: &OptionalTensorMetadata) -> OpenOutputMetadata {
+    let state = slot_spec(&prefix.state);
+    OpenOutputMetadata {
+        input: TensorSpec::new(Shape::new([state.shape[0], state.shape[2]]), state.dtype),
+        lse: prefix.lse.clone(),
+        logit: prefix.logit.clone(),
+        state: prefix.state.clone(),
+        gate: gate.clone(),
+    }
 }
 
 #[cfg(feature = "cube")]

@@ -308,8 +308,8 @@ impl<B: PassKernels> Tape<B> {
         if read == self.plan.branches { read } else { read - read % self.plan.branches_per_block }
     }
 
-    /// Retrieved states of all reads that share a prefix with `read` (A.2–A.5).
-    fn retrieve(&mut self, read: usize) {
+    /// The operands of the prefix of all reads that share one with `read`; its entries, its reads and their first slot.
+    fn prefix(&mut self, read: usize) -> (kernels::Prefix<B>, usize, usize, usize) {
         let first = self.first_of(read);
         let prefix = kernels::Prefix {
             value: self.value.get(),
@@ -320,7 +320,13 @@ impl<B: PassKernels> Tape<B> {
             state: self.state.take(),
         };
         let entries = first / self.plan.branches_per_block + 1;
-        let (count, slot) = (self.plan.prefix_reads(first), self.slot(first));
+        (prefix, entries, self.plan.prefix_reads(first), self.slot(first))
+    }
+
+    /// Retrieved states of all reads that share a prefix with `read` (A.2–A.5).
+    fn retrieve(&mut self, read: usize) {
+        let (prefix, entries, count, slot) = self.prefix(read);
+        let first = self.first_of(read);
         let (lse, logit, state) = B::pass_prefix(prefix, entries, first, count, slot, self.plan.routing);
         self.lse.put(lse);
         self.logit.put(logit);
@@ -339,30 +345,15 @@ impl<B: PassKernels> Tape<B> {
         if let (true, Some(output)) = (opens, &output) {
             self.close(read - 1, before.clone(), output.clone());
         }
-        if opens || read == self.plan.branches {
-            self.retrieve(read);
-        }
         let site = site.map(|site| B::pass_pack_site(site, self.dtype));
-        let (written, before) = if opens { (None, None) } else { (output.clone(), before) };
-        let merged = B::pass_merge(
-            kernels::Read {
-                state: self.state.get(),
-                before: before.into(),
-                output: written.into(),
-                query: self.query.clone(),
-                lse: self.lse.get(),
-                site: site.clone().into(),
-                gate: self.gate.as_mut().map(Arena::take).into(),
-            },
-            read,
-            self.slot(read),
-            self.plan.routing,
-            self.plan.eps,
-        );
-        if let (Some(arena), Some(gate)) = (&mut self.gate, merged.gate.into_option()) {
-            arena.put(gate);
-        }
-        let partial = merged.partial.into_option();
+        let (input, partial) = if opens {
+            (self.open(read, site.clone()), None)
+        } else {
+            if read == self.plan.branches {
+                self.retrieve(read);
+            }
+            self.merge(read, before, output.clone(), site.clone())
+        };
         let kept = partial.clone().filter(|_| self.plan.memory == Memory::Fastest);
         self.saved.push(if keep {
             Saved { output, partial: kept, site }
@@ -370,7 +361,58 @@ impl<B: PassKernels> Tape<B> {
             Saved { output: None, partial: None, site: None }
         });
         self.next = read + 1;
-        (merged.input, partial)
+        (input, partial)
+    }
+
+    /// A read without an open block, and the prefix of all reads that share it.
+    fn open(&mut self, read: usize, site: Option<FloatTensor<B>>) -> FloatTensor<B> {
+        let (prefix, entries, count, slot) = self.prefix(read);
+        let opened = B::pass_open(
+            prefix,
+            site.into(),
+            self.gate.as_mut().map(Arena::take).into(),
+            entries,
+            read,
+            count,
+            slot,
+            self.plan.routing,
+            self.plan.eps,
+            // With fewer rows than reads no backward comes, or it computes them again.
+            self.slots == self.plan.reads(),
+        );
+        self.lse.put(opened.lse);
+        self.logit.put(opened.logit);
+        self.state.put(opened.state);
+        self.put_gate(opened.gate);
+        opened.input
+    }
+
+    /// A read of an open block, and the write of the branch before: the branch input, and the block after the write.
+    fn merge(
+        &mut self,
+        read: usize,
+        before: Option<FloatTensor<B>>,
+        output: Option<FloatTensor<B>>,
+        site: Option<FloatTensor<B>>,
+    ) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
+        let operands = kernels::Read {
+            state: self.state.get(),
+            before: before.into(),
+            output: output.into(),
+            query: self.query.clone(),
+            lse: self.lse.get(),
+            site: site.into(),
+            gate: self.gate.as_mut().map(Arena::take).into(),
+        };
+        let merged = B::pass_merge(operands, read, self.slot(read), self.plan.routing, self.plan.eps);
+        self.put_gate(merged.gate);
+        (merged.input, merged.partial.into_option())
+    }
+
+    fn put_gate(&mut self, gate: kernels::OptionalTensor<B>) {
+        if let (Some(arena), Some(gate)) = (&mut self.gate, gate.into_option()) {
+            arena.put(gate);
+        }
     }
 
     /// Writes the last branch of a block, straight into the history.
