@@ -96,9 +96,12 @@ impl Record {
             return Some(maps.res.clone());
         }
         let rho = self.gates.as_ref()?.rho.as_ref()?;
-        Some(Array3::from_shape_fn((rho.nrows(), 2, 2), |(token, i, j)| {
-            if i == j { rho[[token, 0]] } else { 1.0 - rho[[token, 0]] }
-        }))
+        Some(Array3::from_shape_fn(
+            (rho.nrows(), 2, 2),
+            |(token, i, j)| {
+                if i == j { rho[[token, 0]] } else { 1.0 - rho[[token, 0]] }
+            },
+        ))
     }
 }
 

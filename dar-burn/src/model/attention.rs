@@ -53,8 +53,7 @@ impl Attention {
         let [batch, new, d_model] = x.dims();
         let (dtype, d_head) = (x.dtype(), d_model / self.heads);
         // [batch, heads, new, width]
-        let split =
-            |x: Tensor<3>, heads: usize, width: usize| x.reshape([batch, new, heads, width]).swap_dims(1, 2);
+        let split = |x: Tensor<3>, heads: usize, width: usize| x.reshape([batch, new, heads, width]).swap_dims(1, 2);
 
         let gate = self.gate.as_ref().map(|gate| split(sigmoid(gate.forward(x.clone())), self.heads, 1));
         let query = positions.rotate(split(self.query.forward(x.clone()), self.heads, d_head));

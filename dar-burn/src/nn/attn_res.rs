@@ -3,10 +3,10 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
+use super::fused::{FusedState, Written, check_output, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::observer::Observer;
 use super::params::{identities, zeros};
-use super::fused::{FusedState, Written, check_output, stack_queries};
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::{
     History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix, retrieval_weights,

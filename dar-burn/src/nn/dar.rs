@@ -4,11 +4,11 @@ use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
 use super::attn_res::check_tying;
-use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
-use super::params::zeros;
-use super::observer::Observer;
-use super::site::DarSite;
 use super::fused::{FusedState, Written, check_output, stack_queries};
+use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
+use super::observer::Observer;
+use super::params::zeros;
+use super::site::DarSite;
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::read::residual_read_observed;
 use crate::ops::{
@@ -247,9 +247,7 @@ impl Dar {
     ) -> DarState {
         match pending {
             DarPending::Fused(pass) => DarState::Fused(FusedState { pass, written: Written::Output(output) }),
-            DarPending::Composed(pending) => {
-                DarState::Composed(self.write_composed(branch, pending, output, observer))
-            }
+            DarPending::Composed(pending) => DarState::Composed(self.write_composed(branch, pending, output, observer)),
         }
     }
 
@@ -303,8 +301,7 @@ impl Dar {
         };
         let candidate = partial.clone().map(|partial| (partial, site.query(self.d_model)));
         let found = retrieved[row].clone();
-        let (input, gates) =
-            residual_read_observed(found, candidate, &site.weights(), self.routing, self.eps, change);
+        let (input, gates) = residual_read_observed(found, candidate, &site.weights(), self.routing, self.eps, change);
         let transport = partial.zip(gates.rho);
         (input, ComposedPending { history, retrieved, beta: gates.beta, transport })
     }

@@ -2,8 +2,8 @@ use burn::config::Config;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 
-use super::observer::Observer;
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless, refuse_unless_eps, refuse_unless_f32};
+use super::observer::Observer;
 use super::params::{values, zeros};
 use crate::ops::{HyperWeights, StreamMaps, accumulator, hyper_maps, streams_read, streams_write};
 

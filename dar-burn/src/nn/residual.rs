@@ -290,7 +290,11 @@ impl Residual {
     /// # Panics
     /// As [`start`](Self::start).
     #[track_caller]
-    pub fn start_observed<const D: usize>(&self, embedding: Tensor<D>, observer: Arc<dyn Observer>) -> ResidualState<D> {
+    pub fn start_observed<const D: usize>(
+        &self,
+        embedding: Tensor<D>,
+        observer: Arc<dyn Observer>,
+    ) -> ResidualState<D> {
         self.start_with(embedding, Some(observer))
     }
 
