@@ -5,10 +5,11 @@ use std::path::Path;
 
 use dar_burn::diagnostics::ndarray::{Array1, Array2, Axis};
 use dar_burn::diagnostics::{
-    DAMPING, LayerGeometry, LinearSteering, SoftmaxCovariance, Spectrum, TOP_TOKENS, concept_direction,
+    BinaryConcept, DAMPING, LayerGeometry, LinearSteering, STEERING_STEPS, SoftmaxCovariance, Spectrum, Steering,
+    SteeringMethod, TARGET_PROBABILITY, TOP_TOKENS, concept_direction, steer,
 };
 
-use crate::model::Subject;
+use crate::model::{Exits, Subject};
 use crate::picture::{self, Curve};
 use crate::progress;
 use crate::report::{Report, number};
@@ -55,9 +56,15 @@ impl Pairs {
 }
 
 /// Loss, covariance of the softmax and, with pairs, the concept direction at the end of every layer.
-pub fn layers(report: &mut Report, subject: &Subject, contexts: usize, pairs: Option<&Pairs>) -> Result<(), Failure> {
+pub fn layers(
+    report: &mut Report,
+    subject: &Subject,
+    contexts: usize,
+    pairs: Option<&Pairs>,
+    steered: usize,
+) -> Result<(), Failure> {
     let bar = progress("layers", contexts);
-    let (losses, logits) = subject.exits(contexts, |rows| bar.inc(rows as u64));
+    let Exits { losses, logits, states } = subject.exits(contexts, |rows| bar.inc(rows as u64));
     bar.finish_and_clear();
     let unembedding = subject.unembedding();
     let direction = pairs.map(|pairs| pairs.direction(&unembedding)).transpose()?;
@@ -116,5 +123,59 @@ pub fn layers(report: &mut Report, subject: &Subject, contexts: usize, pairs: Op
             );
         }
     }
-    report.table("layers", &header, &rows)
+    report.table("layers", &header, &rows)?;
+    match (pairs, direction) {
+        (Some(pairs), Some(direction)) if steered > 0 => {
+            steering(report, &states, pairs, &direction, &unembedding, steered)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Length of a steering step. A state that the head multiplies has a length near the root of its width.
+const STEP: f64 = 0.25;
+
+/// Euclidean against dual steering (Stream separation, Table 3).
+fn steering(
+    report: &mut Report,
+    states: &[Array2<f64>],
+    pairs: &Pairs,
+    direction: &Array1<f64>,
+    unembedding: &Array2<f64>,
+    contexts: usize,
+) -> Result<(), Failure> {
+    let concept = BinaryConcept::new(&pairs.base, &pairs.target, unembedding.nrows()).map_err(wrong)?;
+    let contexts = contexts.min(states[0].nrows());
+    let bar = progress("steering", states.len() * contexts);
+    let mut rows = Vec::new();
+    for (layer, states) in states.iter().enumerate() {
+        let mut reached = Vec::new();
+        for state in states.rows().into_iter().take(contexts) {
+            let run = |method| {
+                let steering =
+                    Steering { method, step_size: STEP, max_steps: STEERING_STEPS, threshold: TARGET_PROBABILITY };
+                steer(state, direction.view(), unembedding.view(), &concept, &steering).map_err(wrong)
+            };
+            let euclidean = run(SteeringMethod::Euclidean)?;
+            let dual = run(SteeringMethod::Dual { top: TOP_TOKENS, damping: DAMPING })?;
+            reached.extend(euclidean.zip(dual).map(|(euclidean, dual)| (euclidean.off_target_kl, dual.off_target_kl)));
+            bar.inc(1);
+        }
+        let count = reached.len() as f64;
+        let euclidean = reached.iter().map(|(euclidean, _)| euclidean).sum::<f64>() / count;
+        let dual = reached.iter().map(|(_, dual)| dual).sum::<f64>() / count;
+        let mut row = vec![layer.to_string(), reached.len().to_string()];
+        row.extend([number(euclidean), number(dual), number(euclidean - dual)]);
+        rows.push(row);
+    }
+    bar.finish_and_clear();
+    report.section(
+        "What does steering disturb?",
+        "The state after a layer is moved until the concept's target words have 80 % of the concept's probability, along a \
+         straight line and along the natural gradient. The divergence is how far the other words have moved by then, in \
+         nats; a positive advantage means that the straight line disturbs more (Stream separation, Table 3). Contexts count \
+         where both ways arrive.",
+    );
+    report.say(format!("{contexts} contexts a layer, steps of {STEP}, at most {STEERING_STEPS}."));
+    report.table("steering", &["layer", "contexts", "euclidean_kl", "dual_kl", "dual_advantage"], &rows)
 }

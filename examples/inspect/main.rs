@@ -6,7 +6,7 @@
 //! model    passes: recorded, changed, and read at the end of every layer
 //! streams  what the streams do: retrieval, likeness, rescue, gates, routes, mixers, balance
 //! needs    what the model needs: interventions and their perplexity
-//! geometry what each layer predicts: loss, covariance of the softmax, concept directions
+//! geometry what each layer predicts: loss, covariance of the softmax, concept directions, steering
 //! report   the page and its tables        picture  SVG
 //! ```
 
@@ -80,6 +80,10 @@ struct Cli {
     #[arg(long, value_name = "FILE")]
     pairs: Option<PathBuf>,
 
+    /// Contexts from which every layer is steered along that direction
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    steered: usize,
+
     #[command(flatten)]
     device: DeviceArgument,
 }
@@ -150,7 +154,7 @@ fn inspect(cli: &Cli) -> Result<ExitCode, Failure> {
     let mixers = streams::mixers(&mut report, &subject, &captured)?;
     streams::balance(&mut report, &captured)?;
     needs::interventions(&mut report, &subject, &captured, mixers, cli.windows)?;
-    geometry::layers(&mut report, &subject, cli.contexts, pairs.as_ref())?;
+    geometry::layers(&mut report, &subject, cli.contexts, pairs.as_ref(), cli.steered)?;
     let page = report.finish()?;
     println!("report  {}", page.display());
     Ok(ExitCode::SUCCESS)

@@ -35,6 +35,16 @@ pub struct Captured {
     sampled: Vec<i64>,
 }
 
+/// What the model's one head makes of the state after every layer.
+pub struct Exits {
+    /// Mean cross entropy, nats a token.
+    pub losses: Vec<f64>,
+    /// After the last token of every window, `[windows, vocab]` each.
+    pub logits: Vec<Array2<f64>>,
+    /// What the head multiplied for those, `[windows, d_model]` each.
+    pub states: Vec<Array2<f64>>,
+}
+
 impl Subject<'_> {
     pub fn layers(&self) -> usize {
         self.model.layers.len()
@@ -79,27 +89,30 @@ impl Subject<'_> {
         losses.sum::<f64>() / windows as f64
     }
 
-    /// Mean cross entropy at the end of every layer on `windows` windows, and the logits of each layer after the last
-    /// token of every window, `[layers][windows, vocab]`.
-    pub fn exits(&self, windows: usize, mut tick: impl FnMut(usize)) -> (Vec<f64>, Vec<Array2<f64>>) {
+    /// Reads the end of every layer on `windows` windows of the text; `tick` hears of each few.
+    pub fn exits(&self, windows: usize, mut tick: impl FnMut(usize)) -> Exits {
         let mut losses = vec![0.0; self.layers()];
-        let mut last: Vec<Vec<f64>> = vec![Vec::new(); self.layers()];
+        let mut logits: Vec<Vec<f64>> = vec![Vec::new(); self.layers()];
+        let mut states: Vec<Vec<f64>> = vec![Vec::new(); self.layers()];
         for Batch { tokens, targets } in self.text.windows(windows, [self.batch, self.sequence], self.device) {
             let rows = tokens.dims()[0];
             let exits = self.model.forward_observed(tokens, Arc::new(Unobserved)).exits;
             for (layer, exit) in exits.into_iter().enumerate() {
+                let end = exit.clone().narrow(1, self.sequence - 1, 1);
+                states[layer].extend(self.model.final_norm.forward(end).into_data().iter::<f64>());
                 let output = DecoderOutput { logits: self.model.logits(exit), balance_loss: None };
                 losses[layer] += rows as f64 * scalar(output.cross_entropy(targets.clone()));
                 let ends = output.logits.narrow(1, self.sequence - 1, 1);
-                last[layer].extend(ends.into_data().iter::<f64>());
+                logits[layer].extend(ends.into_data().iter::<f64>());
             }
             tick(rows);
         }
         losses.iter_mut().for_each(|loss| *loss /= windows as f64);
         let rows = |values: Vec<f64>| {
-            Array2::from_shape_vec((windows, values.len() / windows), values).expect("a row of logits a window")
+            Array2::from_shape_vec((windows, values.len() / windows), values).expect("a row a window")
         };
-        (losses, last.into_iter().map(rows).collect())
+        let all = |layers: Vec<Vec<f64>>| layers.into_iter().map(rows).collect();
+        Exits { losses, logits: all(logits), states: all(states) }
     }
 
     /// `[vocab, d_model]`

@@ -114,7 +114,8 @@ pub fn likeness(report: &mut Report, subject: &Subject, captured: &Captured) -> 
     report.section(
         "Do the streams point the same way?",
         "The mean cosine between the streams of a token after every branch: 1 for streams in the same direction, 0 for \
-         unrelated ones (mHC stream analysis, 3). A blank is a stream that is zero.",
+         unrelated ones (mHC stream analysis, 3). A blank is a stream that is zero. Both streams of DAR hold one branch \
+         output after the first branch of a block, so they are parallel there by construction.",
     );
     let (mut rows, mut points) = (Vec::new(), Vec::new());
     for (branch, state) in captured.records.iter().filter_map(|(branch, record)| Some((branch, record.state.as_ref()?)))

@@ -68,6 +68,8 @@ fn a_dar_model_has_every_measurement() {
     assert!(sums.values().all(|sum| (sum - 1.0).abs() < 1e-4), "{sums:?}");
     assert_eq!(table(folder.path(), "rescue").len(), 6 * 2);
     assert_eq!(table(folder.path(), "cka").len(), 6 * 6);
+    let steering = table(folder.path(), "steering");
+    assert!(steering.len() == 6 && steering.iter().all(|row| row[1].parse::<usize>().unwrap() <= 4), "{steering:?}");
     let layers = table(folder.path(), "layers");
     assert_eq!((layers.len(), layers[0].len()), (6, 7));
     let fixed = table(folder.path(), "interventions").into_iter().find(|row| row[0] == "mean mixers in all layers");
