@@ -28,8 +28,8 @@ pub struct Cli {
     /// Residual schemes, comma-separated [default: standard,attnres_block,dar_block]
     ///
     /// Of standard, attnres_block, attnres_full, attnres_sepv, dar_block, dar_full, dar_self, dar_cross_value, dar_fixed,
-    /// mhc, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file. With --resume they join
-    /// the run.
+    /// mhc, mhc_2, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file. With --resume they
+    /// join the run.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     scheme: Option<Vec<Scheme>>,
 

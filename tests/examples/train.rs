@@ -14,7 +14,7 @@ use super::{Finished, finish, folder_with_text, program, run};
 use crate::support::devices::flex;
 
 const SCHEMES: &str = "standard,attnres_block,attnres_full,attnres_sepv,dar_block,dar_full,dar_self,dar_cross_value,\
-                       dar_fixed,mhc,hc,cascade";
+                       dar_fixed,mhc,mhc_2,hc,cascade";
 
 /// A run that takes a moment.
 const SMALL: [&str; 10] =
