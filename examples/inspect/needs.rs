@@ -33,13 +33,13 @@ pub fn interventions(
     for (name, change) in changes {
         let loss = subject.loss(windows, Arc::new(change));
         let relative = perplexity_change(clean, loss).map_err(wrong)?;
-        rows.push(vec![name, number(loss), number(loss.exp()), format!("{:+.2} %", 100.0 * relative)]);
+        rows.push(vec![name, number(loss), number(loss.exp()), number(relative)]);
         bar.inc(1);
     }
     bar.finish_and_clear();
     report.section(
         "What does the model need?",
-        "Each row changes one thing at every token and measures perplexity again. A small change means that the model does \
+        "Each row changes one thing at every token and measures perplexity again; a change of 0.02 is a rise by 2 %. A small change means that the model does \
          without: mixers replaced by the identity carry every stream on its own, fixed mixers are the same for all tokens \
          (their mean on the recorded tokens), and with the largest weights kept a branch uses fewer streams, rescaled to \
          the same sum (mHC stream analysis, 4).",
