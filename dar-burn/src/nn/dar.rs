@@ -170,6 +170,7 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
 pub(super) enum DarPending {
     Fused(Pass),
     Composed(ComposedPending),

@@ -226,7 +226,6 @@ pub struct Pending<const D: usize> {
 }
 
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
 enum Carry {
     Standard(Tensor<2>),
     AttnRes(AttnResState),
