@@ -48,7 +48,7 @@ pub mod ops;
 pub mod upcycle;
 
 pub use dar_kernels::{KernelError, Routing};
-pub use nn::{BranchLayout, Pending, Residual, ResidualConfig, ResidualConfigError, ResidualState};
+pub use nn::{BranchLayout, Observer, Pending, Residual, ResidualConfig, ResidualConfigError, ResidualState};
 
 /// Runs the README's code.
 #[cfg(doctest)]

@@ -35,7 +35,7 @@ impl Scheme {
 type OfBlock = fn(usize) -> ResidualConfig;
 
 /// The schemes with a name.
-const SCHEMES: [(&str, OfBlock); 12] = [
+const SCHEMES: [(&str, OfBlock); 13] = [
     ("standard", |_| ResidualConfig::Standard),
     ("attnres_block", ResidualConfig::attnres_block),
     ("attnres_full", |_| ResidualConfig::attnres_full()),
@@ -46,6 +46,7 @@ const SCHEMES: [(&str, OfBlock); 12] = [
     ("dar_cross_value", |block| ResidualConfig::dar_routed(block, Routing::CrossValue)),
     ("dar_fixed", |block| ResidualConfig::dar_routed(block, Routing::FixedKeyValue)),
     ("mhc", |_| ResidualConfig::mhc(STREAMS)),
+    ("mhc_2", |_| ResidualConfig::mhc(2)),
     ("hc", |_| ResidualConfig::hyper_connections(STREAMS)),
     ("cascade", |_| ResidualConfig::Cascade),
 ];

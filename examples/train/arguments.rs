@@ -6,7 +6,7 @@ use std::str::FromStr;
 use clap::Parser;
 use dar_burn::ResidualConfig;
 use dar_burn::device::DeviceChoice;
-use dar_burn::model::{DecoderConfig, FeedForwardConfig, MoeConfig, Preset};
+use dar_burn::model::{DecoderConfig, FeedForwardConfig, MoeConfig, Preset, stream_separation};
 use serde::{Deserialize, Serialize};
 
 use crate::support::cli::Failure;
@@ -28,8 +28,8 @@ pub struct Cli {
     /// Residual schemes, comma-separated [default: standard,attnres_block,dar_block]
     ///
     /// Of standard, attnres_block, attnres_full, attnres_sepv, dar_block, dar_full, dar_self, dar_cross_value, dar_fixed,
-    /// mhc, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file. With --resume they join
-    /// the run.
+    /// mhc, mhc_2, hc, cascade; or files (.json) that `ResidualConfig::save` wrote, named after the file. With --resume they
+    /// join the run.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     scheme: Option<Vec<Scheme>>,
 
@@ -41,7 +41,7 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     steps: Option<usize>,
 
-    /// The model: tiny, tiny_moe, small, 0.1B, 0.3B, 0.5B, 1B or 7B-MoE [default: tiny]
+    /// The model: tiny, tiny_moe, small, 45.4M, 0.1B, 0.3B, 0.5B, 1B or 7B-MoE [default: tiny]
     #[arg(long)]
     size: Option<Size>,
 
@@ -66,13 +66,25 @@ pub struct Cli {
     #[arg(long, value_name = "N", value_parser = positive)]
     batch: Option<usize>,
 
-    /// Tokens a sequence [default: 128; 512 for small; 1024 for the larger]
+    /// Tokens a sequence [default: 128; 512 for small and 45.4M; 1024 for the larger]
     #[arg(long, value_name = "N", value_parser = positive)]
     sequence: Option<usize>,
 
-    /// Peak of the learning rate [default: 0.003; 0.001 for small; 0.0003 for the larger]
+    /// Peak of the learning rate [default: 0.003; 0.001 for small and 45.4M; 0.0003 for the larger]
     #[arg(long, value_name = "RATE", value_parser = rate, allow_negative_numbers = true)]
     lr: Option<f64>,
+
+    /// Also trains the end of every layer on the next token, with weights LAMBDA (l + 1) / L for layers l = 0, 1, … of L
+    /// [default: off; LAMBDA is 0.1 if left out]
+    #[arg(
+        long,
+        value_name = "LAMBDA",
+        value_parser = rate,
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "0.1"
+    )]
+    layer_loss: Option<f64>,
 
     /// Steps between two evaluations on held-out text, each with a checkpoint [default: 40]
     #[arg(long, value_name = "N", value_parser = positive)]
@@ -120,6 +132,7 @@ pub enum Size {
     Tiny,
     TinyMoe,
     Small,
+    StreamSeparation,
     Preset(Preset),
 }
 
@@ -132,6 +145,7 @@ impl Size {
             Self::Tiny => DecoderConfig::new(vocab_size, 96, 6, 4, 2, dense(256), residual),
             Self::TinyMoe => DecoderConfig::new(vocab_size, 96, 6, 4, 2, experts, residual),
             Self::Small => DecoderConfig::new(vocab_size, 320, 10, 8, 4, dense(896), residual),
+            Self::StreamSeparation => DecoderConfig { vocab_size, ..stream_separation(residual) },
             Self::Preset(preset) => DecoderConfig { vocab_size, ..preset.decoder(residual) },
         }
     }
@@ -141,6 +155,7 @@ impl Size {
             Self::Tiny => "tiny",
             Self::TinyMoe => "tiny_moe",
             Self::Small => "small",
+            Self::StreamSeparation => "45.4M",
             Self::Preset(preset) => preset.name(),
         }
     }
@@ -150,7 +165,7 @@ impl FromStr for Size {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let own = [Self::Tiny, Self::TinyMoe, Self::Small];
+        let own = [Self::Tiny, Self::TinyMoe, Self::Small, Self::StreamSeparation];
         if let Some(size) = own.into_iter().find(|size| size.name() == name) {
             return Ok(size);
         }
@@ -174,12 +189,15 @@ pub struct Arguments {
     pub batch: usize,
     pub sequence: usize,
     pub lr: f64,
+    /// Factor of the per-layer losses; 0 for none.
+    #[serde(default)]
+    pub layer_loss: f64,
     pub eval_every: usize,
     pub device: String,
 }
 
 /// Arguments without which a resumed run is another run. (The text is told by its fingerprint.)
-const FIXED: [&str; 7] = ["block", "steps", "size", "seed", "batch", "sequence", "lr"];
+const FIXED: [&str; 8] = ["block", "steps", "size", "seed", "batch", "sequence", "lr", "layer_loss"];
 
 impl Arguments {
     /// The arguments of the command line, and where it has none those of the saved run, or the defaults.
@@ -204,6 +222,7 @@ impl Arguments {
             batch: cli.batch.unwrap_or(base.batch),
             sequence: cli.sequence.unwrap_or(base.sequence),
             lr: cli.lr.unwrap_or(base.lr),
+            layer_loss: cli.layer_loss.unwrap_or(base.layer_loss),
             eval_every: cli.eval_every.unwrap_or(base.eval_every),
             device: cli.device.map_or(base.device, |device| device.name().into()),
         }
@@ -212,7 +231,7 @@ impl Arguments {
     fn defaults(size: Size) -> Self {
         let (sequence, lr) = match size {
             Size::Tiny | Size::TinyMoe => (128, 3e-3),
-            Size::Small => (512, 1e-3),
+            Size::Small | Size::StreamSeparation => (512, 1e-3),
             Size::Preset(_) => (1024, 3e-4),
         };
         Self {
@@ -226,6 +245,7 @@ impl Arguments {
             batch: 8,
             sequence,
             lr,
+            layer_loss: 0.0,
             eval_every: 40,
             device: DeviceChoice::Auto.name().into(),
         }
@@ -255,7 +275,7 @@ impl Arguments {
         let changes: Vec<String> = FIXED
             .into_iter()
             .filter(|key| here[key] != there[key])
-            .map(|key| format!("--{key} is {}, was {}", here[key], there[key]))
+            .map(|key| format!("--{} is {}, was {}", key.replace('_', "-"), here[key], there[key]))
             .collect();
         if changes.is_empty() {
             return Ok(());

@@ -3,7 +3,6 @@
 //! ```text
 //! main        the run: arguments → text → schemes, one after the other → table and plot
 //! arguments   the command line, and what of it a run keeps
-//! text        documents → tokens → the batch of a step
 //! run         one scheme: steps, evaluations, checkpoints
 //! optimiser   AdamW, clipping, schedule
 //! files       nothing is saved half-way
@@ -18,7 +17,6 @@ mod run;
 #[path = "../support/mod.rs"]
 mod support;
 mod table;
-mod text;
 
 use std::fs;
 use std::path::Path;
@@ -31,8 +29,8 @@ use crate::arguments::{Arguments, Cli};
 use crate::plot::Curve;
 use crate::run::{INTERRUPTED, Run, Shared};
 use crate::support::cli::{self, Failure, failed, failed_to};
+use crate::support::text::Text;
 use crate::support::vocabulary::Vocabulary;
-use crate::text::Text;
 
 /// What shells report of a program that Ctrl-C ended.
 const INTERRUPTED_CODE: u8 = 130;

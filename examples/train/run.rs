@@ -2,14 +2,17 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use burn::config::Config;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Tensor};
-use dar_burn::model::{Decoder, DecoderConfig};
+use burn::tensor::{Device, Int, Tensor};
+use dar_burn::diagnostics::layer_loss_weights;
+use dar_burn::model::{Decoder, DecoderConfig, DecoderOutput, ObservedOutput};
+use dar_burn::nn::Unobserved;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +22,7 @@ use crate::optimiser::{adamw, clip_global_norm, learning_rate};
 use crate::plot::{self, Curve};
 use crate::support::checkpoint::Checkpoint;
 use crate::support::cli::{Failure, failed, failed_to};
-use crate::text::{Batch, Fingerprint, Text};
+use crate::support::text::{Batch, Fingerprint, Text};
 
 /// Weight of the router balance beside the cross entropy, for mixtures of experts.
 const BALANCE: f64 = 0.01;
@@ -184,12 +187,13 @@ impl<'a> Run<'a> {
         let begin = Instant::now();
 
         let Batch { tokens, targets } = text.batch(seed, step, [batch, sequence], device);
-        let output = self.model.forward(tokens);
-        let loss = output.cross_entropy(targets);
-        let objective = match output.balance_loss {
-            Some(balance) => loss.clone() + balance * BALANCE,
-            None => loss.clone(),
+        let (output, layer_losses) = match arguments.layer_loss {
+            0.0 => (self.model.forward(tokens), None),
+            lambda => self.supervised(tokens, &targets, lambda),
         };
+        let loss = output.cross_entropy(targets);
+        let balance = output.balance_loss.map(|balance| balance * BALANCE);
+        let objective = [balance, layer_losses].into_iter().flatten().fold(loss.clone(), |sum, term| sum + term);
         self.watch_memory();
         let grads = GradientsParams::from_grads(objective.backward(), &self.model);
         let grads = clip_global_norm(&self.model, grads);
@@ -207,6 +211,22 @@ impl<'a> Run<'a> {
         }
         let tokens_per_s = (batch * sequence) as f64 / begin.elapsed().as_secs_f64();
         Ok(Row { step, train_loss, valid_loss: None, tokens_per_s })
+    }
+
+    /// A pass, and the weighted losses at the ends of all layers but the last (Stream separation, B.3).
+    fn supervised(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: &Tensor<2, Int>,
+        lambda: f64,
+    ) -> (DecoderOutput, Option<Tensor<1>>) {
+        let ObservedOutput { output, exits, .. } = self.model.forward_observed(tokens, Arc::new(Unobserved));
+        let weights = layer_loss_weights(exits.len(), lambda);
+        let loss = |(exit, weight)| {
+            let exit = DecoderOutput { logits: self.model.logits(exit), balance_loss: None };
+            exit.cross_entropy(targets.clone()) * weight
+        };
+        (output, exits.into_iter().zip(weights).map(loss).reduce(|sum, loss| sum + loss))
     }
 
     /// Mean loss on the held-out text.

@@ -9,6 +9,7 @@ mod distribution;
 mod gates;
 mod intervention;
 mod mixers;
+mod observer;
 mod rescue;
 mod retrieval;
 mod routes;

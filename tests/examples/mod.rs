@@ -2,6 +2,7 @@
 
 mod conformance;
 mod generate;
+mod inspect;
 mod swap_residual;
 mod train;
 

@@ -14,7 +14,7 @@ use super::{Finished, finish, folder_with_text, program, run};
 use crate::support::devices::flex;
 
 const SCHEMES: &str = "standard,attnres_block,attnres_full,attnres_sepv,dar_block,dar_full,dar_self,dar_cross_value,\
-                       dar_fixed,mhc,hc,cascade";
+                       dar_fixed,mhc,mhc_2,hc,cascade";
 
 /// A run that takes a moment.
 const SMALL: [&str; 10] =
@@ -131,6 +131,22 @@ fn a_mixture_of_experts_trains() {
     let folder = folder_with_text();
     train(&folder, &["--size", "tiny_moe", "--scheme", "dar_block", "--steps", "2"]).succeeded();
     assert_eq!(metrics(&folder, "dar_block").len(), 2);
+}
+
+#[test]
+fn the_ends_of_layers_are_trained_too() {
+    let folder = folder_with_text();
+    train(&folder, &["--scheme", "standard,dar_block", "--steps", "12", "--layer-loss"]).succeeded();
+    let supervised = ["standard", "dar_block"].map(|scheme| metrics(&folder, scheme));
+    train(&folder, &["--resume", "--layer-loss=0.2"]).refused(2, &["--layer-loss is 0.2, was 0.1"]);
+    train(&folder, &["--force", "--scheme", "standard,dar_block", "--steps", "12"]).succeeded();
+    for (scheme, supervised) in ["standard", "dar_block"].into_iter().zip(supervised) {
+        let plain = metrics(&folder, scheme);
+        let loss = |row: &[String; 4]| row[1].parse::<f64>().unwrap();
+        // The metrics are those of the last layer, so both start at the same loss and part then.
+        assert!((loss(&plain[0]) - loss(&supervised[0])).abs() < 1e-4, "{scheme}");
+        assert!((loss(&plain[11]) - loss(&supervised[11])).abs() > 1e-4, "{scheme}");
+    }
 }
 
 #[test]

@@ -1,12 +1,14 @@
 use std::process::Command;
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 use dar_burn::ResidualConfig;
 use dar_burn::model::{Decoder, FeedForward};
+use dar_burn::nn::Unobserved;
 
-use super::{VOCAB_SIZE, config, decoder, dense, host, mixture, residuals, tokens};
+use super::{LAYERS, VOCAB_SIZE, config, decoder, dense, host, mixture, residuals, tokens};
 use crate::support::devices::flex;
 use crate::support::host::relative_error;
 use crate::support::panic_message;
@@ -259,4 +261,49 @@ fn no_tokens_and_wrong_targets_are_refused() {
         message,
         "DecoderOutput::cross_entropy: `targets` has shape [2, 2], expected [batch, sequence] = [2, 3]"
     );
+}
+
+#[test]
+fn an_observed_pass_is_the_pass_and_its_last_exit_the_hidden_state() {
+    let device = flex();
+    let ids = tokens(31, [2, 5], &device);
+    for (name, residual) in residuals() {
+        for feed_forward in [dense(), mixture()] {
+            let decoder = decoder(&config(feed_forward, residual.clone()), &device);
+            let truth = decoder.forward(ids.clone());
+            let observed = decoder.forward_observed(ids.clone(), Arc::new(Unobserved));
+            // Fused and composed operations round differently.
+            assert!(relative_error(&host(observed.output.logits.clone()), &host(truth.logits), 0.0) < 1e-5, "{name}");
+            assert_eq!(observed.exits.len(), LAYERS);
+            let last = decoder.logits(observed.exits[LAYERS - 1].clone());
+            assert_eq!(host(last), host(observed.output.logits), "{name}");
+            let layers = observed.balance.iter().map(|balance| host(balance.clone())[0]);
+            match truth.balance_loss {
+                Some(mean) => assert!((layers.sum::<f64>() / LAYERS as f64 - host(mean)[0]).abs() < 1e-5, "{name}"),
+                None => assert_eq!(layers.count(), 0, "{name}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_attention_scales_every_head() {
+    let device = flex();
+    let gated = decoder(&config(dense(), ResidualConfig::Standard).with_gated_attention(true), &device);
+    let ids = tokens(32, [1, 6], &device);
+    // A gate of 1/2 everywhere is half the output projection.
+    let mut half = gated.clone();
+    for layer in &mut half.layers {
+        let gate = layer.attention.gate.as_mut().unwrap();
+        gate.weight = Param::from_tensor(gate.weight.val().zeros_like());
+    }
+    let mut plain = half.clone();
+    for layer in &mut plain.layers {
+        layer.attention.gate = None;
+        let output = &mut layer.attention.output;
+        output.weight = Param::from_tensor(output.weight.val() * 0.5);
+    }
+    let logits = |decoder: &Decoder| host(decoder.forward(ids.clone()).logits);
+    assert!(relative_error(&logits(&half), &logits(&plain), 0.0) < 1e-5);
+    assert!(relative_error(&logits(&gated), &logits(&plain), 0.0) > 1e-2, "the gates of a token count");
 }

@@ -1,5 +1,6 @@
 use burn::module::Module;
-use dar_burn::model::{Decoder, FeedForwardConfig, Method, Preset};
+use dar_burn::ResidualConfig;
+use dar_burn::model::{Decoder, FeedForwardConfig, Method, Preset, stream_separation};
 
 use crate::support::devices::flex;
 
@@ -71,6 +72,17 @@ fn residual_parameters_are_counted_apart() {
     }
     assert_eq!(residual(Method::Mhc), 40 * (24 * 4 * 1280 + 24 + 3));
     assert_eq!(residual(Method::Mhc2), 40 * (8 * 2 * 1280 + 8 + 3));
+}
+
+#[test]
+fn the_model_of_stream_separation_has_45_4_million_parameters() {
+    for residual in [ResidualConfig::Standard, ResidualConfig::Cascade] {
+        let decoder = stream_separation(residual).init(&flex());
+        // Per layer 4 d² + 6 d + 3 d 1408 + 2 d, once the final gain and the embedding.
+        let d = 516;
+        let count = 6 * (4 * d * d + 6 * d + 3 * d * 1408 + 2 * d) + d + 50_257 * d;
+        assert_eq!((decoder.num_params(), count), (count, 45_425_544));
+    }
 }
 
 #[test]

@@ -1,4 +1,6 @@
-//! What the papers measure on trained streams: arithmetic in `f64` on captured arrays, apart from any model or device.
+//! What the papers measure on trained streams: a [`Recorder`] that captures a pass of any model around a
+//! [`Residual`](crate::Residual), arithmetic in `f64` on the captured arrays, and [`Intervention`]s for a pass that shows
+//! what the model needs.
 //!
 //! ```
 //! use dar_burn::diagnostics::ndarray::array;
@@ -13,6 +15,10 @@
 //! # Ok::<(), dar_burn::KernelError>(())
 //! ```
 //!
+//! A pass is captured or changed by starting it with
+//! [`Residual::start_observed`](crate::Residual::start_observed), or a decoder's with
+//! [`Decoder::forward_observed`](crate::model::Decoder::forward_observed).
+//!
 //! | question | function | source |
 //! |---|---|---|
 //! | which entries does each stream retrieve? | [`retrieval_maps`] | DAR paper, Figures 3 and A.3 |
@@ -24,7 +30,7 @@
 //! | do the mixers mix? | [`identity_deviation`], [`MixerMean`], [`MixerPairs`] | mHC stream analysis, 3 and B |
 //! | are the streams apart? | [`stream_cosines`] | mHC stream analysis, 3 |
 //! | do early and late layers differ? | [`DepthSplit`] | mHC stream analysis, 4 and A.1 |
-//! | does the model need what it does? | [`identity_mixers`], [`fixed_mixers`], [`keep_largest`] | mHC stream analysis, Figure 3 |
+//! | does the model need what it does? | [`Intervention`], [`perplexity_change`] | mHC stream analysis, Figure 3 |
 //! | is the softmax geometry well conditioned? | [`SoftmaxCovariance`], [`Spectrum`] | Stream separation, Tables 1 and 2, Figure 2 |
 //! | does linear steering work at this layer? | [`concept_direction`], [`LayerGeometry`] | Stream separation, Table 4 |
 //! | what does steering disturb? | [`steer`], [`first_reach`] | Stream separation, Table 3 |
@@ -42,6 +48,7 @@
 //! the argument, what was expected and what came: wrong or empty shapes, values that are not finite, probabilities that
 //! are none.
 
+mod change;
 mod check;
 mod cka;
 mod concept;
@@ -52,6 +59,7 @@ mod distribution;
 mod gates;
 mod intervention;
 mod mixers;
+mod recorder;
 mod rescue;
 mod retrieval;
 mod routes;
@@ -60,6 +68,7 @@ mod steering;
 mod streams;
 mod supervision;
 
+pub use change::Intervention;
 pub use cka::{LAST_TOKENS, SEQUENCES, cka_matrix, last_tokens, linear_cka};
 pub use concept::{
     DAMPING, LayerGeometry, LinearSteering, RELIABLE_COSINE, UNRELIABLE_COSINE, concept_direction, dual_direction,
@@ -72,6 +81,7 @@ pub use gates::{GateRescue, Line, write_gate_gap};
 pub use intervention::{fixed_mixers, identity_mixers, keep_largest, perplexity_change};
 pub use mixers::{MixerMean, MixerPairs, identity_deviation};
 pub use ndarray;
+pub use recorder::{Record, RecordedGates, RecordedMaps, Recorder};
 pub use rescue::{KL_FLOOR, keep_stream, rescue_gain, rescue_gains};
 pub use retrieval::{RetrievalMaps, retrieval_maps};
 pub use routes::{RouteUse, differing_winners};

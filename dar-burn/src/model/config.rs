@@ -25,6 +25,9 @@ pub struct DecoderConfig {
     /// Base of the rotary position encoding.
     #[config(default = 1e4)]
     pub rope_base: f64,
+    /// Attention branches scale each head's output by a gate of their input; see [`Attention`](super::Attention).
+    #[config(default = false)]
+    pub gated_attention: bool,
     /// Epsilon of the branch norms and the final norm.
     #[config(default = 1e-6)]
     pub norm_eps: f64,

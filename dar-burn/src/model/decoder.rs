@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor, module::embedding};
@@ -9,7 +11,7 @@ use super::config::DecoderConfig;
 use super::feed_forward::{FeedForward, normal};
 use super::norm::RmsNorm;
 use super::positions::Positions;
-use crate::nn::Residual;
+use crate::nn::{Observer, Residual};
 use crate::ops::accumulator;
 use crate::ops::numeric::require;
 
@@ -62,7 +64,35 @@ pub struct DecoderOutput {
     pub balance_loss: Option<Tensor<1>>,
 }
 
+/// What [`Decoder::forward_observed`] computes.
+#[derive(Debug, Clone)]
+pub struct ObservedOutput {
+    /// As of [`Decoder::forward`].
+    pub output: DecoderOutput,
+    /// For each layer the hidden state if the model ended after it ([`Residual::exit`]), for
+    /// [`Decoder::logits`]. `[batch, sequence, d_model]`
+    pub exits: Vec<Tensor<3>>,
+    /// Router balance of each layer of a sparse mixture of experts, in the accumulator type; none of a dense model. `[1]`
+    pub balance: Vec<Tensor<1>>,
+}
+
+/// What the residual pathway and its branches leave.
+struct Passed {
+    /// `[batch, new, d_model]`
+    hidden: Tensor<3>,
+    /// Of each layer with experts. `[1]`
+    balance: Vec<Tensor<1>>,
+    /// Of each layer of an observed pass. `[batch, new, d_model]`
+    exits: Vec<Tensor<3>>,
+}
+
 impl DecoderOutput {
+    fn new(logits: Tensor<3>, balance: &[Tensor<1>]) -> Self {
+        let layers = balance.len() as f64;
+        let sum = balance.iter().cloned().reduce(|sum, loss| sum + loss);
+        Self { logits, balance_loss: sum.map(|sum| sum / layers) }
+    }
+
     /// Mean cross entropy (natural logarithm) of the targets, in the accumulator type; no balance loss.
     ///
     /// # Shapes
@@ -140,8 +170,23 @@ impl Decoder {
     /// # Panics
     /// If there are no tokens.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> DecoderOutput {
-        let (hidden, balance_loss) = self.hidden("Decoder::forward", tokens, None);
-        DecoderOutput { logits: self.logits(hidden), balance_loss }
+        let Passed { hidden, balance, .. } = self.pass("Decoder::forward", tokens, None, None);
+        DecoderOutput::new(self.logits(hidden), &balance)
+    }
+
+    /// As [`forward`](Self::forward), with an observer of the residual pathway and the hidden state after every layer.
+    ///
+    /// Runs the residual's composed operations, as [`Residual::start_observed`] says. For the hidden states alone, pass
+    /// [`Unobserved`](crate::nn::Unobserved).
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, sequence]`
+    ///
+    /// # Panics
+    /// If there are no tokens.
+    pub fn forward_observed(&self, tokens: Tensor<2, Int>, observer: Arc<dyn Observer>) -> ObservedOutput {
+        let Passed { hidden, balance, exits } = self.pass("Decoder::forward_observed", tokens, None, Some(observer));
+        ObservedOutput { output: DecoderOutput::new(self.logits(hidden), &balance), exits, balance }
     }
 
     /// Mean next-token cross entropy of whole sequences, in the accumulator type.
@@ -178,17 +223,16 @@ impl Decoder {
     /// If there are no tokens, the cache holds another batch size, or it is of a decoder with another number of layers.
     pub fn step(&self, tokens: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<3> {
         cache.check(self.layers.len(), tokens.dims()[0]);
-        let (hidden, _) = self.hidden("Decoder::step", tokens, Some(cache));
-        self.logits(hidden)
+        self.logits(self.pass("Decoder::step", tokens, Some(cache), None).hidden)
     }
 
-    /// Output of the residual pathway, `[batch, new, d_model]`, and the mean balance loss.
-    fn hidden(
+    fn pass(
         &self,
         operation: &'static str,
         tokens: Tensor<2, Int>,
         mut cache: Option<&mut KvCache>,
-    ) -> (Tensor<3>, Option<Tensor<1>>) {
+        observer: Option<Arc<dyn Observer>>,
+    ) -> Passed {
         let [batch, new] = tokens.dims();
         if batch * new == 0 {
             let got = format!("{:?}", [batch, new]);
@@ -200,8 +244,12 @@ impl Decoder {
         let wide = accumulator(embedded.dtype());
         let positions = Positions::new(past, new, self.d_head, self.rope_base, wide, &embedded.device());
 
-        let mut balance: Option<Tensor<1>> = None;
-        let mut state = self.residual.start(embedded);
+        let (mut balance, mut exits) = (Vec::new(), Vec::new());
+        let observed = observer.is_some();
+        let mut state = match observer {
+            Some(observer) => self.residual.start_observed(embedded, observer),
+            None => self.residual.start(embedded),
+        };
         for (index, layer) in self.layers.iter().enumerate() {
             let cache = cache.as_deref_mut().map(|cache| cache.layer(index));
             state = self
@@ -209,19 +257,22 @@ impl Decoder {
                 .branch(state, |x| layer.attention.forward(layer.attention_norm.forward(x), &positions, cache));
             state = self.residual.branch(state, |x| {
                 let (output, loss) = layer.feed_forward.forward(layer.feed_forward_norm.forward(x));
-                balance = match (balance.take(), loss) {
-                    (Some(sum), Some(loss)) => Some(sum + loss),
-                    (sum, loss) => sum.or(loss),
-                };
+                balance.extend(loss);
                 output
             });
+            if observed {
+                exits.push(self.residual.exit(&state));
+            }
         }
-        let balance = balance.map(|sum| sum / self.layers.len() as f64);
-        (self.residual.finish(state), balance)
+        Passed { hidden: self.residual.finish(state), balance, exits }
     }
 
-    /// `norm(hidden) * embedding^T`. `[batch, new, vocab_size]`
-    fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+    /// `norm(hidden) * embedding^T`: the one head of the model, for the end of any layer.
+    ///
+    /// # Shapes
+    /// - `hidden`: `[batch, new, d_model]`
+    /// - output: `[batch, new, vocab_size]`
+    pub fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
         let [batch, new, d_model] = hidden.dims();
         let table = self.embedding.val();
         let normed = self.final_norm.forward(hidden).reshape([batch * new, d_model]);

@@ -27,7 +27,8 @@
 //! are computed in the [`accumulator`](crate::ops::accumulator) type of the states, whose type is the embedding's.
 //!
 //! * [`DecoderConfig`] → [`Decoder`]: whole passes, loss, and steps with a [`KvCache`];
-//! * [`Preset`], [`Method`], [`Recipe`]: the sizes, methods and training settings of the paper's tables.
+//! * [`Preset`], [`Method`], [`Recipe`]: the sizes, methods and training settings of the paper's tables;
+//! * [`stream_separation`]: the model of the Bregman conditioning paper.
 
 mod attention;
 mod cache;
@@ -42,8 +43,8 @@ mod presets;
 pub use attention::Attention;
 pub use cache::KvCache;
 pub use config::{DecoderConfig, FeedForwardConfig, ModelConfigError, MoeConfig};
-pub use decoder::{Decoder, DecoderLayer, DecoderOutput};
+pub use decoder::{Decoder, DecoderLayer, DecoderOutput, ObservedOutput};
 pub use feed_forward::{FeedForward, SwiGlu};
 pub use moe::MixtureOfExperts;
 pub use norm::RmsNorm;
-pub use presets::{Method, Preset, Recipe, UnknownName};
+pub use presets::{Method, Preset, Recipe, UnknownName, stream_separation};

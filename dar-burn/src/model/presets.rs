@@ -107,6 +107,18 @@ pub struct Recipe {
     pub balance_coefficient: Option<f64>,
 }
 
+/// The model of *Stream separation improves Bregman conditioning in transformers* (B.4): 6 layers, 6 heads, width 516, gated
+/// attention, the 50 257 tokens of GPT-2 and 45.4 M parameters, with any residual; its 2 × 2 crosses
+/// [`ResidualConfig::Standard`] and [`ResidualConfig::Cascade`] with the per-layer loss
+/// ([`layer_loss_weights`](crate::diagnostics::layer_loss_weights)).
+///
+/// The paper prints neither the feed-forward's width nor how attention is gated. Taken here: one gate a head, and SwiGLU of
+/// width 1408, which is `8 d_model / 3` rounded up to a multiple of 64; that gives the printed total.
+pub fn stream_separation(residual: ResidualConfig) -> DecoderConfig {
+    DecoderConfig::new(50_257, 516, 6, 6, 6, FeedForwardConfig::Dense { d_ff: 1408 }, residual)
+        .with_gated_attention(true)
+}
+
 impl Preset {
     /// All presets, small to large.
     pub const ALL: [Self; 5] = [Self::Dense01B, Self::Dense03B, Self::Dense05B, Self::Dense1B, Self::Moe7B];

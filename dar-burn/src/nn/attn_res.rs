@@ -5,9 +5,12 @@ use dar_kernels::Routing;
 
 use super::fused::{FusedState, Written, check_output, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
+use super::observer::Observer;
 use super::params::{identities, zeros};
 use crate::ops::pass::{Pass, Plan};
-use crate::ops::{History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix};
+use crate::ops::{
+    History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix, retrieval_weights,
+};
 
 /// Attention Residuals (DAR paper, equations 2–5; Kimi Team et al.): every branch reads a softmax mix of earlier states.
 ///
@@ -228,11 +231,12 @@ impl AttnRes {
         }
     }
 
+    /// A fused pass has no place for an observer.
     #[track_caller]
-    pub(super) fn start(&self, x: Tensor<2>) -> AttnResState {
+    pub(super) fn start(&self, x: Tensor<2>, observed: bool) -> AttnResState {
         let [tokens, d_model] = x.dims();
         // Nothing to fuse without tokens.
-        if self.implementation == Implementation::Composed || tokens == 0 {
+        if observed || self.implementation == Implementation::Composed || tokens == 0 {
             return AttnResState::Composed(self.start_composed(x));
         }
         let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));
@@ -246,20 +250,31 @@ impl AttnRes {
     }
 
     #[track_caller]
-    pub(super) fn read(&self, branch: usize, state: AttnResState) -> (Tensor<2>, AttnResPending) {
+    pub(super) fn read(
+        &self,
+        branch: usize,
+        state: AttnResState,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, AttnResPending) {
         match state {
             AttnResState::Fused(state) => {
                 let (input, pass) = state.read(None);
                 (input, AttnResPending::Fused(pass))
             }
             AttnResState::Composed(state) => {
-                let (input, pending) = self.read_composed(branch, state);
+                let (input, pending) = self.read_composed(branch, state, observer);
                 (input, AttnResPending::Composed(pending))
             }
         }
     }
 
-    pub(super) fn write(&self, branch: usize, pending: AttnResPending, output: Tensor<2>) -> AttnResState {
+    pub(super) fn write(
+        &self,
+        branch: usize,
+        pending: AttnResPending,
+        output: Tensor<2>,
+        observer: Option<&dyn Observer>,
+    ) -> AttnResState {
         match pending {
             AttnResPending::Fused(pass) => {
                 let written = match self.entry(branch + 1, output.clone()) {
@@ -268,16 +283,28 @@ impl AttnRes {
                 };
                 AttnResState::Fused(FusedState { pass, written })
             }
-            AttnResPending::Composed(pending) => AttnResState::Composed(self.write_composed(branch, pending, output)),
+            AttnResPending::Composed(pending) => {
+                AttnResState::Composed(self.write_composed(branch, pending, output, observer))
+            }
         }
     }
 
-    pub(super) fn finish(&self, state: AttnResState) -> Tensor<2> {
+    pub(super) fn finish(&self, state: AttnResState, observer: Option<&dyn Observer>) -> Tensor<2> {
         match state {
             AttnResState::Fused(state) => state.finish(),
             AttnResState::Composed(ComposedState { history, open }) => {
-                attnres_read(&history, open.map(|open| open.partial), self.output_query.val())
+                let partial = open.map(|open| open.partial);
+                self.observe_retrieval(self.branches, &history, &partial, &self.output_query.val(), observer);
+                attnres_read(&history, partial, self.output_query.val())
             }
+        }
+    }
+
+    /// The hidden state if the pass ended here; `None` for a fused pass, whose next read is planned.
+    pub(super) fn exit(&self, state: &AttnResState) -> Option<Tensor<2>> {
+        match state {
+            AttnResState::Fused(_) => None,
+            AttnResState::Composed(_) => Some(self.finish(state.clone(), None)),
         }
     }
 
@@ -300,30 +327,64 @@ impl AttnRes {
         ComposedState { history, open: None }
     }
 
-    fn read_composed(&self, branch: usize, state: ComposedState) -> (Tensor<2>, ComposedPending) {
+    fn read_composed(
+        &self,
+        branch: usize,
+        state: ComposedState,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, ComposedPending) {
         let ComposedState { history, open } = state;
         let site = self.sites().of(branch);
         let row = site - self.sites().of_block(branch).start;
         match open {
             None => {
+                self.observe_retrieval(branch, &history, &None, &self.query(site), observer);
                 let retrieved = prefix(&history, self.block_queries(branch), Routing::SelfKeyValue);
                 let input = retrieved[row].state.clone().squeeze_dim(1);
                 (input, ComposedPending { history, retrieved, partial: None })
             }
             Some(Open { retrieved, partial }) => {
-                let query = self.query(site).unsqueeze_dim(0);
-                let merged = merge(retrieved[row].clone(), partial.clone(), query, Routing::SelfKeyValue, self.eps);
-                (merged.squeeze_dim(1), ComposedPending { history, retrieved, partial: Some(partial) })
+                let query = self.query(site);
+                let (found, open) = (retrieved[row].clone(), Some(partial.clone()));
+                self.observe_retrieval(branch, &history, &open, &query, observer);
+                let merged = merge(found, partial, query.unsqueeze_dim(0), Routing::SelfKeyValue, self.eps);
+                (merged.squeeze_dim(1), ComposedPending { history, retrieved, partial: open })
             }
         }
     }
 
-    fn write_composed(&self, branch: usize, pending: ComposedPending, output: Tensor<2>) -> ComposedState {
+    /// Tells an observer the weights of a read.
+    fn observe_retrieval(
+        &self,
+        branch: usize,
+        history: &History,
+        partial: &Option<Tensor<3>>,
+        query: &Tensor<1>,
+        observer: Option<&dyn Observer>,
+    ) {
+        if let Some(observer) = observer {
+            observer.retrieval(branch, &|| {
+                retrieval_weights(history, partial.clone(), query.clone().unsqueeze_dim(0), Routing::SelfKeyValue)
+            });
+        }
+    }
+
+    fn write_composed(
+        &self,
+        branch: usize,
+        pending: ComposedPending,
+        output: Tensor<2>,
+        observer: Option<&dyn Observer>,
+    ) -> ComposedState {
         let ComposedPending { history, retrieved, partial } = pending;
         let output = output.unsqueeze_dim::<3>(1);
         let partial = match partial {
             Some(partial) => partial + output,
             None => output,
+        };
+        let partial = match observer {
+            Some(observer) => observer.state(branch, partial),
+            None => partial,
         };
         if !(branch + 1).is_multiple_of(self.branches_per_block) {
             return ComposedState { history, open: Some(Open { retrieved, partial }) };

@@ -1,6 +1,8 @@
 use burn::module::Module;
 use burn::tensor::Tensor;
 
+use super::observer::Observer;
+
 /// Stream separation (CASCADE; Bregman conditioning paper, equations 2–3): no parameters.
 ///
 /// The token stream stays the embedding, the context stream `e` starts at zero and collects every branch output. Both
@@ -44,13 +46,28 @@ impl Cascade {
         (state.sum(), CascadePending(state))
     }
 
-    pub(super) fn write(&self, branch: usize, pending: CascadePending, output: Tensor<2>) -> CascadeState {
+    pub(super) fn write(
+        &self,
+        branch: usize,
+        pending: CascadePending,
+        output: Tensor<2>,
+        observer: Option<&dyn Observer>,
+    ) -> CascadeState {
         let CascadePending(CascadeState { token, context, open }) = pending;
         let layer = add(open, output);
         if branch.is_multiple_of(2) {
             CascadeState { token, context, open: Some(layer) }
         } else {
-            CascadeState { token, context: Some(add(context, layer)), open: None }
+            let context = add(context, layer);
+            let (token, context) = match observer {
+                None => (token, context),
+                Some(observer) => {
+                    let streams = observer.state(branch, Tensor::stack(vec![token, context], 1));
+                    let stream = |j| streams.clone().narrow(1, j, 1).squeeze_dim(1);
+                    (stream(0), stream(1))
+                }
+            };
+            CascadeState { token, context: Some(context), open: None }
         }
     }
 

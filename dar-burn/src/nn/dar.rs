@@ -6,12 +6,13 @@ use dar_kernels::Routing;
 use super::attn_res::check_tying;
 use super::fused::{FusedState, Written, check_output, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
+use super::observer::Observer;
 use super::params::zeros;
 use super::site::DarSite;
 use crate::ops::pass::{Pass, Plan};
+use crate::ops::read::residual_read_observed;
 use crate::ops::{
-    History, Implementation, Memory, Retrieved, output_read, prefix, residual_read, residual_read_first, write,
-    write_first,
+    History, Implementation, Memory, Retrieved, output_read, prefix, retrieval_weights, write, write_first,
 };
 
 /// Dual Attention Residuals (DAR paper, equations 6–18): two residual streams, each retrieving its own history under the
@@ -169,7 +170,7 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "one a branch, and a box would be one more indirection")]
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
 pub(super) enum DarPending {
     Fused(Pass),
     Composed(ComposedPending),
@@ -208,10 +209,11 @@ impl Dar {
         &self.sites[self.layout().of(branch)]
     }
 
+    /// A fused pass has no place for an observer.
     #[track_caller]
-    pub(super) fn start(&self, x: Tensor<2>) -> DarState {
+    pub(super) fn start(&self, x: Tensor<2>, observed: bool) -> DarState {
         // Nothing to fuse without tokens.
-        if self.implementation == Implementation::Composed || x.dims()[0] == 0 {
+        if observed || self.implementation == Implementation::Composed || x.dims()[0] == 0 {
             return DarState::Composed(self.start_composed(x));
         }
         let queries = (0..self.branches).map(|branch| self.site(branch).query(self.d_model));
@@ -221,31 +223,48 @@ impl Dar {
     }
 
     #[track_caller]
-    pub(super) fn read(&self, branch: usize, state: DarState) -> (Tensor<2>, DarPending) {
+    pub(super) fn read(
+        &self,
+        branch: usize,
+        state: DarState,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, DarPending) {
         match state {
             DarState::Fused(state) => {
                 let (input, pass) = state.read(Some(&self.site(branch).weights()));
                 (input, DarPending::Fused(pass))
             }
             DarState::Composed(state) => {
-                let (input, pending) = self.read_composed(branch, state);
+                let (input, pending) = self.read_composed(branch, state, observer);
                 (input, DarPending::Composed(pending))
             }
         }
     }
 
-    pub(super) fn write(&self, branch: usize, pending: DarPending, output: Tensor<2>) -> DarState {
+    pub(super) fn write(
+        &self,
+        branch: usize,
+        pending: DarPending,
+        output: Tensor<2>,
+        observer: Option<&dyn Observer>,
+    ) -> DarState {
         match pending {
             DarPending::Fused(pass) => DarState::Fused(FusedState { pass, written: Written::Output(output) }),
-            DarPending::Composed(pending) => DarState::Composed(self.write_composed(branch, pending, output)),
+            DarPending::Composed(pending) => DarState::Composed(self.write_composed(branch, pending, output, observer)),
         }
     }
 
-    pub(super) fn finish(&self, state: DarState) -> Tensor<2> {
+    pub(super) fn finish(&self, state: DarState, observer: Option<&dyn Observer>) -> Tensor<2> {
         match state {
             DarState::Fused(state) => state.finish(),
             DarState::Composed(ComposedState { history, open }) => {
                 let partial = open.map(|open| open.partial);
+                if let Some(observer) = observer {
+                    let (partial, query) = (partial.clone(), self.output_query.val());
+                    observer.retrieval(self.branches, &|| {
+                        retrieval_weights(&history, partial.clone(), query.clone(), self.routing)
+                    });
+                }
                 output_read(&history, partial, self.output_query.val(), self.routing)
             }
         }
@@ -260,37 +279,64 @@ impl Dar {
         ComposedState { history: History::new(embedding, self.eps), open: None }
     }
 
-    fn read_composed(&self, branch: usize, state: ComposedState) -> (Tensor<2>, ComposedPending) {
+    fn read_composed(
+        &self,
+        branch: usize,
+        state: ComposedState,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, ComposedPending) {
         let ComposedState { history, open } = state;
         let index = self.layout().of(branch);
         let row = index - self.layout().of_block(branch).start;
         let site = &self.sites[index];
-        match open {
-            None => {
-                let retrieved = prefix(&history, self.block_queries(branch), self.routing);
-                let read = residual_read_first(retrieved[row].state.clone(), &site.weights(), self.eps);
-                (read.input, ComposedPending { history, retrieved, beta: read.beta, transport: None })
-            }
-            Some(Open { retrieved, partial }) => {
-                let query = site.query(self.d_model);
-                let found = retrieved[row].clone();
-                let (read, rho) = residual_read(found, partial.clone(), query, &site.weights(), self.routing, self.eps);
-                let transport = Some((partial, rho));
-                (read.input, ComposedPending { history, retrieved, beta: read.beta, transport })
-            }
+        let (retrieved, partial) = match open {
+            None => (prefix(&history, self.block_queries(branch), self.routing), None),
+            Some(Open { retrieved, partial }) => (retrieved, Some(partial)),
+        };
+        if let Some(observer) = observer {
+            observer.retrieval(branch, &|| {
+                retrieval_weights(&history, partial.clone(), site.query(self.d_model), self.routing)
+            });
         }
+        let change = |gates| match observer {
+            Some(observer) => observer.gates(branch, gates),
+            None => gates,
+        };
+        let candidate = partial.clone().map(|partial| (partial, site.query(self.d_model)));
+        let found = retrieved[row].clone();
+        let (input, gates) = residual_read_observed(found, candidate, &site.weights(), self.routing, self.eps, change);
+        let transport = partial.zip(gates.rho);
+        (input, ComposedPending { history, retrieved, beta: gates.beta, transport })
     }
 
-    fn write_composed(&self, branch: usize, pending: ComposedPending, output: Tensor<2>) -> ComposedState {
+    fn write_composed(
+        &self,
+        branch: usize,
+        pending: ComposedPending,
+        output: Tensor<2>,
+        observer: Option<&dyn Observer>,
+    ) -> ComposedState {
         let ComposedPending { history, retrieved, beta, transport } = pending;
         let partial = match transport {
             None => write_first(output, beta),
             Some((partial, rho)) => write(partial, output, beta, rho),
         };
+        let partial = match observer {
+            Some(observer) => observer.state(branch, partial),
+            None => partial,
+        };
         if (branch + 1).is_multiple_of(self.branches_per_block) {
             ComposedState { history: history.append(partial), open: None } // (18)
         } else {
             ComposedState { history, open: Some(Open { retrieved, partial }) }
+        }
+    }
+
+    /// The hidden state if the pass ended here; `None` for a fused pass, whose next read is planned.
+    pub(super) fn exit(&self, state: &DarState) -> Option<Tensor<2>> {
+        match state {
+            DarState::Fused(_) => None,
+            DarState::Composed(_) => Some(self.finish(state.clone(), None)),
         }
     }
 

@@ -3,6 +3,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless, refuse_unless_eps, refuse_unless_f32};
+use super::observer::Observer;
 use super::params::{values, zeros};
 use crate::ops::{HyperWeights, StreamMaps, accumulator, hyper_maps, streams_read, streams_write};
 
@@ -98,8 +99,12 @@ impl HyperPending {
         &self.streams
     }
 
-    pub(super) fn write(self, output: Tensor<2>) -> Tensor<3> {
-        streams_write(self.streams, output, &self.maps)
+    pub(super) fn write(self, branch: usize, output: Tensor<2>, observer: Option<&dyn Observer>) -> Tensor<3> {
+        let streams = streams_write(self.streams, output, &self.maps);
+        match observer {
+            Some(observer) => observer.state(branch, streams),
+            None => streams,
+        }
     }
 }
 
@@ -108,7 +113,12 @@ impl HyperConnections {
         start_streams(x, self.streams)
     }
 
-    pub(super) fn read(&self, branch: usize, streams: Tensor<3>) -> (Tensor<2>, HyperPending) {
+    pub(super) fn read(
+        &self,
+        branch: usize,
+        streams: Tensor<3>,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, HyperPending) {
         let site = &self.sites[branch];
         let weights = HyperWeights {
             static_pre: site.static_pre.val(),
@@ -119,7 +129,7 @@ impl HyperConnections {
             w_res: site.w_res.val(),
             scale: site.scale.val(),
         };
-        read_streams(hyper_maps(streams.clone(), &weights, self.eps), streams)
+        read_streams(branch, hyper_maps(streams.clone(), &weights, self.eps), streams, observer)
     }
 
     pub(super) fn finish(&self, streams: Tensor<3>) -> Tensor<2> {
@@ -132,7 +142,16 @@ pub(super) fn start_streams(x: Tensor<2>, n: usize) -> Tensor<3> {
     x.unsqueeze_dim::<3>(1).repeat_dim(1, n)
 }
 
-pub(super) fn read_streams(maps: StreamMaps, streams: Tensor<3>) -> (Tensor<2>, HyperPending) {
+pub(super) fn read_streams(
+    branch: usize,
+    maps: StreamMaps,
+    streams: Tensor<3>,
+    observer: Option<&dyn Observer>,
+) -> (Tensor<2>, HyperPending) {
+    let maps = match observer {
+        Some(observer) => observer.maps(branch, maps),
+        None => maps,
+    };
     let input = streams_read(streams.clone(), maps.pre.clone());
     (input, HyperPending { streams, maps })
 }

@@ -4,6 +4,7 @@ use burn::tensor::{Device, Tensor};
 
 use super::hyper::{HyperPending, finish_streams, read_streams, start_streams};
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless, refuse_unless_eps, refuse_unless_f32};
+use super::observer::Observer;
 use super::params::{logit, values, zeros};
 use crate::ops::{MhcWeights, SinkhornOrder, mhc_maps};
 
@@ -115,10 +116,16 @@ impl Mhc {
         start_streams(x, self.streams)
     }
 
-    pub(super) fn read(&self, branch: usize, streams: Tensor<3>) -> (Tensor<2>, HyperPending) {
+    pub(super) fn read(
+        &self,
+        branch: usize,
+        streams: Tensor<3>,
+        observer: Option<&dyn Observer>,
+    ) -> (Tensor<2>, HyperPending) {
         let site = &self.sites[branch];
         let weights = MhcWeights { phi: site.phi.val(), bias: site.bias.val(), scale: site.scale.val() };
-        read_streams(mhc_maps(streams.clone(), &weights, self.iterations, self.order, self.eps), streams)
+        let maps = mhc_maps(streams.clone(), &weights, self.iterations, self.order, self.eps);
+        read_streams(branch, maps, streams, observer)
     }
 
     pub(super) fn finish(&self, streams: Tensor<3>) -> Tensor<2> {

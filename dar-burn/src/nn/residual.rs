@@ -1,4 +1,5 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 use burn::config::Config;
 use burn::module::Module;
@@ -12,6 +13,7 @@ use super::fused::check_output;
 use super::hyper::{HyperConfig, HyperConnections, HyperPending};
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
 use super::mhc::{Mhc, MhcConfig};
+use super::observer::Observer;
 use super::standard::Standard;
 use crate::ops::numeric::{require, require_shape};
 use crate::ops::{Implementation, Memory};
@@ -209,6 +211,7 @@ pub struct ResidualState<const D: usize> {
     next: usize,
     shape: [usize; D],
     stamp: u64,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 /// What a read leaves for its write.
@@ -219,6 +222,7 @@ pub struct Pending<const D: usize> {
     branch: usize,
     shape: [usize; D],
     stamp: u64,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 #[derive(Debug, Clone)]
@@ -273,6 +277,32 @@ impl Residual {
     /// If the last axis is not `d_model`.
     #[track_caller]
     pub fn start<const D: usize>(&self, embedding: Tensor<D>) -> ResidualState<D> {
+        self.start_with(embedding, None)
+    }
+
+    /// As [`start`](Self::start), for a pass that `observer` sees and may change.
+    ///
+    /// The pass runs the operations as the equations are written, also where the configuration names the fused ones, which
+    /// have no place for an observer; the two agree within rounding. An observer that replaces nothing leaves the result
+    /// bit for bit that of [`Implementation::Composed`].
+    ///
+    /// # Panics
+    /// As [`start`](Self::start).
+    #[track_caller]
+    pub fn start_observed<const D: usize>(
+        &self,
+        embedding: Tensor<D>,
+        observer: Arc<dyn Observer>,
+    ) -> ResidualState<D> {
+        self.start_with(embedding, Some(observer))
+    }
+
+    #[track_caller]
+    fn start_with<const D: usize>(
+        &self,
+        embedding: Tensor<D>,
+        observer: Option<Arc<dyn Observer>>,
+    ) -> ResidualState<D> {
         let shape = embedding.dims();
         let mut expected = shape;
         expected[D - 1] = self.d_model;
@@ -280,13 +310,13 @@ impl Residual {
         let x = flatten(embedding);
         let carry = match &self.scheme {
             Scheme::Standard(_) => Carry::Standard(x),
-            Scheme::AttnRes(scheme) => Carry::AttnRes(scheme.start(x)),
-            Scheme::Dar(scheme) => Carry::Dar(scheme.start(x)),
+            Scheme::AttnRes(scheme) => Carry::AttnRes(scheme.start(x, observer.is_some())),
+            Scheme::Dar(scheme) => Carry::Dar(scheme.start(x, observer.is_some())),
             Scheme::Hyper(scheme) => Carry::Streams(scheme.start(x)),
             Scheme::Mhc(scheme) => Carry::Streams(scheme.start(x)),
             Scheme::Cascade(scheme) => Carry::Cascade(scheme.start(x)),
         };
-        ResidualState { carry, next: 0, shape, stamp: self.stamp }
+        ResidualState { carry, next: 0, shape, stamp: self.stamp, observer }
     }
 
     /// The input of the next branch, and what its write will need.
@@ -298,7 +328,7 @@ impl Residual {
     /// If all branches have been read, or the state is of another residual.
     #[track_caller]
     pub fn read<const D: usize>(&self, state: ResidualState<D>) -> (Tensor<D>, Pending<D>) {
-        let ResidualState { carry, next: branch, shape, stamp } = state;
+        let ResidualState { carry, next: branch, shape, stamp, observer } = state;
         self.check_stamp("Residual::read", "state", stamp);
         if branch >= self.branches {
             require::<()>(Err(KernelError::value(
@@ -308,16 +338,23 @@ impl Residual {
                 format!("past branch {branch}"),
             )));
         }
+        let watch = observer.as_deref();
         let (input, carry) = match (&self.scheme, carry) {
             (Scheme::Standard(_), Carry::Standard(x)) => (x.clone(), PendingCarry::Standard(x)),
-            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => pend(scheme.read(branch, state), PendingCarry::AttnRes),
-            (Scheme::Dar(scheme), Carry::Dar(state)) => pend(scheme.read(branch, state), PendingCarry::Dar),
-            (Scheme::Hyper(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
-            (Scheme::Mhc(scheme), Carry::Streams(state)) => pend(scheme.read(branch, state), PendingCarry::Streams),
+            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => {
+                pend(scheme.read(branch, state, watch), PendingCarry::AttnRes)
+            }
+            (Scheme::Dar(scheme), Carry::Dar(state)) => pend(scheme.read(branch, state, watch), PendingCarry::Dar),
+            (Scheme::Hyper(scheme), Carry::Streams(state)) => {
+                pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+            }
+            (Scheme::Mhc(scheme), Carry::Streams(state)) => {
+                pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+            }
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
             _ => unreachable!("the stamp tells the scheme"),
         };
-        (unflatten(input, shape), Pending { carry, branch, shape, stamp })
+        (unflatten(input, shape), Pending { carry, branch, shape, stamp, observer })
     }
 
     /// Writes the output of the branch whose read left `pending`.
@@ -329,26 +366,31 @@ impl Residual {
     /// If shape, element type or device of `output` differ from the state, or `pending` is of another residual.
     #[track_caller]
     pub fn write<const D: usize>(&self, pending: Pending<D>, output: Tensor<D>) -> ResidualState<D> {
-        let Pending { carry, branch, shape, stamp } = pending;
+        let Pending { carry, branch, shape, stamp, observer } = pending;
         self.check_stamp("Residual::write", "pending", stamp);
         require_shape("Residual::write", "output", "the shape of the embedding", shape, &output);
         carry.check(&output);
         let output = flatten(output);
+        let watch = observer.as_deref();
         let carry = match (&self.scheme, carry) {
-            (Scheme::Standard(_), PendingCarry::Standard(x)) => Carry::Standard(x + output),
-            (Scheme::AttnRes(scheme), PendingCarry::AttnRes(pending)) => {
-                Carry::AttnRes(scheme.write(branch, pending, output))
+            (Scheme::Standard(scheme), PendingCarry::Standard(x)) => {
+                Carry::Standard(scheme.write(branch, x, output, watch))
             }
-            (Scheme::Dar(scheme), PendingCarry::Dar(pending)) => Carry::Dar(scheme.write(branch, pending, output)),
+            (Scheme::AttnRes(scheme), PendingCarry::AttnRes(pending)) => {
+                Carry::AttnRes(scheme.write(branch, pending, output, watch))
+            }
+            (Scheme::Dar(scheme), PendingCarry::Dar(pending)) => {
+                Carry::Dar(scheme.write(branch, pending, output, watch))
+            }
             (Scheme::Hyper(_) | Scheme::Mhc(_), PendingCarry::Streams(pending)) => {
-                Carry::Streams(pending.write(output))
+                Carry::Streams(pending.write(branch, output, watch))
             }
             (Scheme::Cascade(scheme), PendingCarry::Cascade(pending)) => {
-                Carry::Cascade(scheme.write(branch, pending, output))
+                Carry::Cascade(scheme.write(branch, pending, output, watch))
             }
             _ => unreachable!("the stamp tells the scheme"),
         };
-        ResidualState { carry, next: branch + 1, shape, stamp }
+        ResidualState { carry, next: branch + 1, shape, stamp, observer }
     }
 
     /// Read, `branch`, write.
@@ -374,7 +416,7 @@ impl Residual {
     /// If branches are left to read, or the state is of another residual.
     #[track_caller]
     pub fn finish<const D: usize>(&self, state: ResidualState<D>) -> Tensor<D> {
-        let ResidualState { carry, next, shape, stamp } = state;
+        let ResidualState { carry, next, shape, stamp, observer } = state;
         self.check_stamp("Residual::finish", "state", stamp);
         if next != self.branches {
             require::<()>(Err(KernelError::value(
@@ -386,14 +428,41 @@ impl Residual {
         }
         let hidden = match (&self.scheme, carry) {
             (Scheme::Standard(_), Carry::Standard(x)) => x,
-            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => scheme.finish(state),
-            (Scheme::Dar(scheme), Carry::Dar(state)) => scheme.finish(state),
+            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => scheme.finish(state, observer.as_deref()),
+            (Scheme::Dar(scheme), Carry::Dar(state)) => scheme.finish(state, observer.as_deref()),
             (Scheme::Hyper(scheme), Carry::Streams(state)) => scheme.finish(state),
             (Scheme::Mhc(scheme), Carry::Streams(state)) => scheme.finish(state),
             (Scheme::Cascade(scheme), Carry::Cascade(state)) => scheme.finish(state),
             _ => unreachable!("the stamp tells the scheme"),
         };
         unflatten(hidden, shape)
+    }
+
+    /// The hidden state if the pass ended here: what [`finish`](Self::finish) returns after the last branch, and before it
+    /// the same read of the state so far. No observer sees it.
+    ///
+    /// # Shapes
+    /// - output: the shape of the embedding
+    ///
+    /// # Panics
+    /// If the pass is fused (start it with [`start_observed`](Self::start_observed), or configure
+    /// [`Implementation::Composed`]), or the state is of another residual.
+    #[track_caller]
+    pub fn exit<const D: usize>(&self, state: &ResidualState<D>) -> Tensor<D> {
+        self.check_stamp("Residual::exit", "state", state.stamp);
+        let hidden = match (&self.scheme, &state.carry) {
+            (Scheme::Standard(_), Carry::Standard(x)) => Some(x.clone()),
+            (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => scheme.exit(state),
+            (Scheme::Dar(scheme), Carry::Dar(state)) => scheme.exit(state),
+            (Scheme::Hyper(scheme), Carry::Streams(state)) => Some(scheme.finish(state.clone())),
+            (Scheme::Mhc(scheme), Carry::Streams(state)) => Some(scheme.finish(state.clone())),
+            (Scheme::Cascade(scheme), Carry::Cascade(state)) => Some(scheme.finish(state.clone())),
+            _ => unreachable!("the stamp tells the scheme"),
+        };
+        let hidden = hidden.ok_or_else(|| {
+            KernelError::value("Residual::exit", "state", "one of an observed or composed pass", "one of a fused pass")
+        });
+        unflatten(require(hidden), state.shape)
     }
 }
 

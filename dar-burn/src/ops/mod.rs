@@ -21,6 +21,6 @@ pub use hyper::{
 };
 pub use numeric::{accumulator, rms_norm};
 pub use pass::{Implementation, Memory};
-pub use read::{GateWeights, ResidualRead, SiteWeights, residual_read, residual_read_first};
-pub use retrieve::{Retrieved, attnres_read, merge, output_read, prefix};
+pub use read::{GateWeights, Gates, ResidualRead, SiteWeights, residual_read, residual_read_first};
+pub use retrieve::{Retrieved, attnres_read, merge, output_read, prefix, retrieval_weights};
 pub use write::{write, write_first};

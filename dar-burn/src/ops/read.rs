@@ -36,6 +36,17 @@ pub struct SiteWeights {
     pub rho: GateWeights,
 }
 
+/// The gates of one branch, in the accumulator type.
+#[derive(Debug, Clone)]
+pub struct Gates {
+    /// How much of each retrieved stream the branch reads (14), in (0, 1). `[tokens, 2]`
+    pub alpha: Tensor<2>,
+    /// How much each stream takes of the branch output (14), in (0, 2). `[tokens, 2]`
+    pub beta: Tensor<2>,
+    /// How much of itself a partial stream keeps (16); none for a block's first branch. `[tokens, 1]`
+    pub rho: Option<Tensor<2>>,
+}
+
 /// What a residual read computes.
 #[derive(Debug, Clone)]
 pub struct ResidualRead {
@@ -64,13 +75,37 @@ pub fn residual_read(
     routing: Routing,
     eps: f64,
 ) -> (ResidualRead, Tensor<2>) {
-    check_merge("residual_read", &retrieved, &partial, &query, routing);
-    check_streams("residual_read", &partial);
-    check_site("residual_read", site, partial.dims()[2], &partial);
-    let rho = sigmoid(gate_logit(partial.clone(), &site.rho, eps)); // (16)
-    let dtype = partial.dtype();
-    let merged = merge_accumulated(retrieved, partial, query, routing, eps);
-    (mix(merged, site, eps, dtype), rho)
+    let (input, gates) = residual_read_observed(retrieved, Some((partial, query)), site, routing, eps, |gates| gates);
+    (ResidualRead { input, beta: gates.beta }, gates.rho.expect("there is a partial state"))
+}
+
+/// [`residual_read`], or without a partial state and its query [`residual_read_first`], whose gates pass through `change`
+/// before they are used.
+#[track_caller]
+pub(crate) fn residual_read_observed(
+    retrieved: Retrieved,
+    partial: Option<(Tensor<3>, Tensor<2>)>,
+    site: &SiteWeights,
+    routing: Routing,
+    eps: f64,
+    change: impl FnOnce(Gates) -> Gates,
+) -> (Tensor<2>, Gates) {
+    let dtype = retrieved.state.dtype();
+    let (merged, rho) = match partial {
+        None => {
+            check_streams("residual_read_first", &retrieved.state);
+            check_site("residual_read_first", site, retrieved.state.dims()[2], &retrieved.state);
+            (accumulate(retrieved.state), None)
+        }
+        Some((partial, query)) => {
+            check_merge("residual_read", &retrieved, &partial, &query, routing);
+            check_streams("residual_read", &partial);
+            check_site("residual_read", site, partial.dims()[2], &partial);
+            let rho = sigmoid(gate_logit(partial.clone(), &site.rho, eps)); // (16)
+            (merge_accumulated(retrieved, partial, query, routing, eps), Some(rho))
+        }
+    };
+    mix(merged, site, eps, dtype, rho, change)
 }
 
 /// Residual read of a block's first branch, which has no partial state yet.
@@ -85,15 +120,24 @@ pub fn residual_read_first(retrieved: Tensor<3>, site: &SiteWeights, eps: f64) -
     check_streams("residual_read_first", &retrieved);
     check_site("residual_read_first", site, retrieved.dims()[2], &retrieved);
     let dtype = retrieved.dtype();
-    mix(accumulate(retrieved), site, eps, dtype)
+    let (input, gates) = mix(accumulate(retrieved), site, eps, dtype, None, |gates| gates);
+    ResidualRead { input, beta: gates.beta }
 }
 
-/// Gates and branch input of the merged state, which is in the accumulator type.
-fn mix(merged: Tensor<3>, site: &SiteWeights, eps: f64, storage: DType) -> ResidualRead {
+/// Branch input and gates of the merged state, which is in the accumulator type.
+fn mix(
+    merged: Tensor<3>,
+    site: &SiteWeights,
+    eps: f64,
+    storage: DType,
+    rho: Option<Tensor<2>>,
+    change: impl FnOnce(Gates) -> Gates,
+) -> (Tensor<2>, Gates) {
     let alpha = sigmoid(gate_logit(merged.clone(), &site.alpha, eps)); // (14)
     let beta = sigmoid(gate_logit(merged.clone(), &site.beta, eps)) * 2.0; // (14)
-    let input = (merged * alpha.unsqueeze_dim::<3>(2)).sum_dim(1).squeeze_dim::<2>(1); // (15)
-    ResidualRead { input: input.cast(storage), beta }
+    let gates = change(Gates { alpha, beta, rho });
+    let input = (merged * gates.alpha.clone().unsqueeze_dim::<3>(2)).sum_dim(1).squeeze_dim::<2>(1); // (15)
+    (input.cast(storage), gates)
 }
 
 /// `scale * (norm([x0; x1]) W) + bias` (13, 14, 16), in the accumulator type. `[tokens, outputs]`

@@ -9,7 +9,10 @@
 //! merged = lambda * retrieved + (1 - lambda) * P^value             (A.10)
 //! ```
 
-use burn::tensor::{DType, Tensor, activation::sigmoid};
+use burn::tensor::{
+    DType, Tensor,
+    activation::{sigmoid, softmax},
+};
 use dar_kernels::{Dims, Routing};
 
 use super::history::{Entry, History, check_routing, pick_streams};
@@ -153,6 +156,39 @@ pub fn output_read(history: &History, partial: Option<Tensor<3>>, query: Tensor<
     let read = retrieve("output_read", history, partial, query, routing);
     let dtype = read.dtype();
     accumulate(read).sum_dim(1).squeeze_dim::<2>(1).cast(dtype)
+}
+
+/// Retrieval weights `pi` over all candidates (11): the entries of the history in order, then the partial state of a block
+/// that is open. Those that the reads apply without ever holding them together.
+///
+/// # Shapes
+/// - `partial`: `[tokens, streams, d_model]`
+/// - `query`: `[streams, d_model]`
+/// - output: `[candidates, tokens, streams]`, in the accumulator type
+///
+/// # Panics
+/// If an operand does not fit the history, or `routing` does not fit its number of streams.
+#[track_caller]
+pub fn retrieval_weights(
+    history: &History,
+    partial: Option<Tensor<3>>,
+    query: Tensor<2>,
+    routing: Routing,
+) -> Tensor<3> {
+    let Dims { tokens, streams, d_model } = history.dims();
+    check_routing("retrieval_weights", routing, streams);
+    require_shape("retrieval_weights", "query", "[streams, d_model]", [streams, d_model], &query);
+    require_device("retrieval_weights", "query", &history.entries()[0].key, &query);
+    if let Some(partial) = &partial {
+        history.check("retrieval_weights", "partial", partial);
+    }
+    let partial = partial.map(|partial| Entry::new(partial, history.eps()));
+    let candidates = history.entries().iter().chain(&partial);
+    let query = columns(query.unsqueeze_dim(0), history.entries()[0].key.dtype());
+    let logits: Vec<Tensor<1>> = candidates.map(|entry| logits(entry, query.clone(), routing).flatten(0, 2)).collect();
+    let count = logits.len();
+    let weights = softmax(stack_first::<1, 2>(logits), 0); // [candidates, streams * tokens]
+    weights.reshape([count, streams, tokens]).swap_dims(1, 2)
 }
 
 /// Prefix and merge over all candidates (11, 12). `[tokens, streams, d_model]`

@@ -9,8 +9,8 @@ use std::process::Command;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use crate::support::cli::{Failure, failed, failed_to};
-use crate::support::vocabulary::Vocabulary;
+use super::cli::{Failure, failed, failed_to};
+use super::vocabulary::Vocabulary;
 
 /// Most bytes of the default text: much more than a tiny model reads, little enough to load in a second.
 const DEFAULT_TEXT_BYTES: usize = 16 << 20;
@@ -44,6 +44,16 @@ pub struct Batch {
 impl Text {
     /// Reads `path`, or the sources and documentation of this project's dependencies, and holds out the last 5 %.
     pub fn load(path: Option<&Path>, vocabulary: &Vocabulary, sequence: usize) -> Result<Self, Failure> {
+        Self::read(path, vocabulary, sequence, 20)
+    }
+
+    /// Reads a text that no model was trained on: all of it is held out.
+    pub fn unseen(path: &Path, vocabulary: &Vocabulary, sequence: usize) -> Result<Self, Failure> {
+        Self::read(Some(path), vocabulary, sequence, 1)
+    }
+
+    /// Holds out one part in `parts`.
+    fn read(path: Option<&Path>, vocabulary: &Vocabulary, sequence: usize, parts: usize) -> Result<Self, Failure> {
         let (mut documents, source) = match path {
             Some(path) => (read_all(path)?, path.display().to_string()),
             None => read_dependencies()?,
@@ -61,12 +71,13 @@ impl Text {
         };
         let plural = if documents.len() == 1 { "" } else { "s" };
         let description = format!("{source}: {} document{plural}, {} tokens", documents.len(), tokens.len());
-        let held_out = tokens.split_off(tokens.len() - tokens.len() / 20);
+        let held_out = tokens.split_off(tokens.len() - tokens.len() / parts);
         let text = Self { train: tokens, held_out, description, fingerprint };
         if text.held_out.len() <= sequence {
             return Err(Failure::usage(format!(
-                "{description}, of which 5 % are held out: too little for sequences of {sequence}; give more text or a \
-                 shorter --sequence",
+                "{description}, of which {share} % are held out: too little for sequences of {sequence}; give more text or \
+                 a shorter --sequence",
+                share = 100 / parts,
                 description = text.description
             )));
         }
@@ -83,9 +94,19 @@ impl Text {
 
     /// Batches that spread over the held-out tokens, always the same.
     pub fn held_out<'a>(&'a self, shape: [usize; 2], device: &'a Device) -> impl Iterator<Item = Batch> + 'a {
+        let room = self.held_out.len() - shape[1];
+        self.windows((EVALUATED_TOKENS.min(room) / shape[1]).max(1), shape, device)
+    }
+
+    /// So many windows that spread over the held-out tokens, in batches. They overlap where there are fewer tokens.
+    pub fn windows<'a>(
+        &'a self,
+        windows: usize,
+        shape: [usize; 2],
+        device: &'a Device,
+    ) -> impl Iterator<Item = Batch> + 'a {
         let [batch, sequence] = shape;
         let room = self.held_out.len() - sequence;
-        let windows = (EVALUATED_TOKENS.min(room) / sequence).max(1);
         let starts: Vec<usize> = (0..windows).map(|window| window * room / windows).collect();
         let batches: Vec<Vec<usize>> = starts.chunks(batch).map(<[usize]>::to_vec).collect();
         batches.into_iter().map(move |starts| cut(&self.held_out, starts.into_iter(), sequence, device))
