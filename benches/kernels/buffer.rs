@@ -103,6 +103,13 @@ impl Buffer {
         }
     }
 
+    /// Row `row` of the first axis, in the same memory.
+    pub fn row(&self, row: usize) -> Self {
+        let length = self.shape[1..].iter().product::<usize>() * self.dtype.size();
+        let handle = self.handle.clone().offset_start((row * length) as u64);
+        Self { client: self.client.clone(), handle, shape: self.shape[1..].to_vec(), dtype: self.dtype }
+    }
+
     /// The same elements on other axes.
     pub fn reshape(&mut self, shape: &[usize]) {
         assert_eq!(shape.iter().product::<usize>(), self.shape.iter().product::<usize>());

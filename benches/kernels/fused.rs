@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use cubecl::prelude::*;
-use dar_kernels::pack::{PackFwd, pack_fwd};
+use dar_kernels::pack::{Key, PackFwd, pack_fwd};
 use dar_kernels::prefix::{
     PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
@@ -16,11 +16,21 @@ use crate::buffer::{Buffer, PERIOD, Pattern};
 use crate::composed::{EPS, GATE_OUTPUTS, Output, OutputKind, STREAM_WEIGHTS, inverse_rms, patterns, routing};
 use crate::shapes::{Direction, F32, Operation, Problem};
 
+/// What a history holds beside its values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Packing {
+    /// An inverse RMS for each key.
+    InverseRms,
+    /// The normalised keys, as the paper has them.
+    Keys,
+}
+
 /// One problem on one device. What a launch works on in place holds something else after it; the work is the same.
 pub struct Fused {
     client: Client,
     problem: Problem,
     direction: Direction,
+    packing: Packing,
     buffers: BTreeMap<&'static str, Buffer>,
     /// Gradients of the entries.
     d_value: Vec<Buffer>,
@@ -41,9 +51,9 @@ impl Fused {
     ///
     /// # Errors
     /// If the kernels refuse the problem.
-    pub fn new(client: &Client, problem: Problem, direction: Direction) -> Result<Self, KernelError> {
-        let mut fused =
-            Self { client: client.clone(), problem, direction, buffers: BTreeMap::new(), d_value: Vec::new() };
+    pub fn new(client: &Client, problem: Problem, direction: Direction, packing: Packing) -> Result<Self, KernelError> {
+        let (client, buffers) = (client.clone(), BTreeMap::new());
+        let mut fused = Self { client, problem, direction, packing, buffers, d_value: Vec::new() };
         match problem.operation {
             Operation::Pack => fused.make_pack(),
             Operation::Write => fused.make_write(),
@@ -79,7 +89,12 @@ impl Fused {
         let state = streams * d_model;
         match (self.problem.operation, self.direction) {
             (Operation::Pack, _) => {
-                vec![self.tokens("value", "value", 0, state), self.tokens("inv_rms", "inv_rms", 0, streams)]
+                let mut outputs =
+                    vec![self.tokens("value", "value", 0, state), self.tokens("inv_rms", "inv_rms", 0, streams)];
+                if self.packing == Packing::Keys {
+                    outputs.push(self.tokens("key", "key", 0, state));
+                }
+                outputs
             }
             (Operation::Prefix, Direction::Forward) => (0..queries)
                 .flat_map(|query| {
@@ -115,6 +130,9 @@ impl Fused {
         self.pattern("source", &[tokens, streams, d_model], dtype, patterns::HISTORY, 0);
         self.empty("value", &[1, tokens, streams, d_model], dtype);
         self.empty("inv_rms", &[1, tokens, streams], F32);
+        if self.packing == Packing::Keys {
+            self.empty("key", &[1, tokens, streams, d_model], dtype);
+        }
     }
 
     fn make_write(&mut self) {
@@ -151,7 +169,7 @@ impl Fused {
         }
         self.empty("site", &[site_length(d_model)], F32);
         let parameters = self.site_operands([WEIGHTS, BIASES, SCALES]);
-        pack_site(&self.client, PackSite { parameters, site: self.operand("site") })?;
+        pack_site(&self.client, PackSite { parameters, gain: None, site: self.operand("site") })?;
         if self.direction == Direction::Forward {
             return Ok(());
         }
@@ -198,6 +216,9 @@ impl Fused {
         if operation == Operation::OutputRead {
             self.empty("input", &[tokens, d_model], dtype);
         }
+        if self.packing == Packing::Keys {
+            self.pack_entries()?;
+        }
         if self.direction == Direction::Forward {
             return Ok(());
         }
@@ -230,6 +251,28 @@ impl Fused {
         self.tiled("d_token", &[queries, tokens, 2 + 2 * streams], &shift);
         self.ones("d_state", &[queries, tokens, streams, d_model], dtype);
         self.make_query_operands()
+    }
+
+    /// The history again, entry by entry, with its keys.
+    fn pack_entries(&mut self) -> Result<(), KernelError> {
+        let Problem { entries, tokens, streams, d_model, dtype, .. } = self.problem;
+        let shape = [entries, tokens, streams, d_model];
+        let (value, key) = (Buffer::empty(&self.client, &shape, dtype), Buffer::empty(&self.client, &shape, dtype));
+        for entry in 0..entries {
+            let state = self.buffers["value"].row(entry);
+            let operands = PackFwd {
+                state: state.operand(),
+                value: value.operand(),
+                inv_rms: self.operand("inv_rms"),
+                key: Some(Key { key: key.operand(), routing: routing(streams) }),
+                entry,
+                eps: EPS,
+            };
+            pack_fwd(&self.client, operands, Tuning::default())?;
+        }
+        self.add("value", value);
+        self.add("key", key);
+        Ok(())
     }
 
     /// What the gradient of the queries reads, in rows of a pass in which every query comes after all entries.
@@ -311,12 +354,16 @@ impl Fused {
 
     // ---- launches
 
+    fn key(&self) -> Option<Operand<'_>> {
+        (self.packing == Packing::Keys).then(|| self.operand("key"))
+    }
+
     fn pack(&self) -> Result<(), KernelError> {
         let operands = PackFwd {
             state: self.operand("source"),
             value: self.operand("value"),
             inv_rms: self.operand("inv_rms"),
-            key: None,
+            key: self.key().map(|key| Key { key, routing: routing(self.problem.streams) }),
             entry: 0,
             eps: EPS,
         };
@@ -328,7 +375,7 @@ impl Fused {
         let operands = PrefixFwd {
             value: self.operand("value"),
             inv_rms: self.operand("inv_rms"),
-            key: None,
+            key: self.key(),
             query: self.operand("query"),
             lse: self.operand("lse"),
             logit: self.operand("logit"),
@@ -398,6 +445,7 @@ impl Fused {
             input: self.operand("input"),
             read: 0,
             eps: EPS,
+            norm: None,
         };
         read_fwd(&self.client, operands, routing(self.problem.streams), Tuning::default())
     }
@@ -415,9 +463,11 @@ impl Fused {
             open: None,
             d_token: self.operand("d_token"),
             d_site: None,
+            d_gain: None,
             d_query: self.operand("d_read_query"),
             read: 0,
             eps: EPS,
+            norm: None,
         };
         read_bwd(&self.client, operands, routing(self.problem.streams), Tuning::default())
     }
@@ -439,6 +489,7 @@ impl Fused {
             input: self.operand("input"),
             read: READ,
             eps: EPS,
+            norm: None,
         };
         read_fwd(&self.client, operands, routing(2), Tuning::default())
     }
@@ -462,9 +513,11 @@ impl Fused {
             open: Some(open),
             d_token: self.operand("d_token"),
             d_site: Some(self.site_operands([D_WEIGHTS, D_BIASES, D_SCALES])),
+            d_gain: None,
             d_query: self.operand("d_query"),
             read: READ,
             eps: EPS,
+            norm: None,
         };
         read_bwd(&self.client, operands, routing(2), Tuning::default())
     }

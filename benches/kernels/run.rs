@@ -14,7 +14,7 @@ use dar_kernels::launches;
 
 use crate::buffer::Copy;
 use crate::composed::{Graph, Output, OutputKind, is_half};
-use crate::fused::Fused;
+use crate::fused::{Fused, Packing};
 use crate::shapes::{self, BF16, Direction, F16, F32, Operation, Problem};
 use crate::support::cli::{self, Failure, failed};
 use crate::support::machine::{self, Machine};
@@ -85,7 +85,11 @@ impl Bench {
                 let fits =
                     |problem: &&Problem| problem.operation == operation && problem.directions().contains(&direction);
                 for &problem in problems.iter().filter(fits) {
-                    self.fused(problem, direction)?;
+                    self.fused(problem, direction, Packing::InverseRms)?;
+                    // Both packings have one backward.
+                    if direction == Direction::Forward && matches!(operation, Operation::Pack | Operation::Prefix) {
+                        self.fused(problem, direction, Packing::Keys)?;
+                    }
                     self.composed(problem, direction)?;
                 }
             }
@@ -125,18 +129,22 @@ impl Bench {
         Ok(scaled)
     }
 
-    fn fused(&mut self, problem: Problem, direction: Direction) -> Result<(), Failure> {
+    fn fused(&mut self, problem: Problem, direction: Direction, packing: Packing) -> Result<(), Failure> {
         let (client, cpu) = (self.client.clone(), self.cpu.clone());
         let mut fused: Option<Fused> = None;
-        self.bench("fused", problem, direction, move |iterations| {
+        let name = match packing {
+            Packing::InverseRms => "fused",
+            Packing::Keys => "fused_keys",
+        };
+        self.bench(name, problem, direction, move |iterations| {
             let fused = match &mut fused {
                 Some(fused) => fused,
                 none => {
-                    let made = Fused::new(&client, problem, direction).map_err(failed("kernels refuse"))?;
+                    let made = Fused::new(&client, problem, direction, packing).map_err(failed("kernels refuse"))?;
                     let before = launches();
                     made.launch().map_err(failed("kernels refuse"))?;
                     assert!(launches() > before, "no kernel ran");
-                    check("fused", problem, direction, &made.outputs(), &cpu)?;
+                    check(name, problem, direction, &made.outputs(), &cpu)?;
                     none.insert(made)
                 }
             };

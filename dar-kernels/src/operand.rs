@@ -127,10 +127,14 @@ impl Check {
 
     /// `eps` is a finite number ≥ 0.
     pub(crate) fn eps(&mut self, eps: f64) -> Result<&mut Self, KernelError> {
+        self.epsilon("eps", eps)
+    }
+
+    pub(crate) fn epsilon(&mut self, argument: &'static str, eps: f64) -> Result<&mut Self, KernelError> {
         if eps.is_finite() && eps >= 0.0 {
             return Ok(self);
         }
-        Err(KernelError::value(self.operation, "eps", "a finite number ≥ 0", eps))
+        Err(KernelError::value(self.operation, argument, "a finite number ≥ 0", eps))
     }
 
     /// `operand` has this shape, and its buffer holds it: a kernel would read a too short one as zeros on some devices

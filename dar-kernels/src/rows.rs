@@ -5,6 +5,8 @@
 //! stage two: sum[k] = row_0[k] + row_1[k] + …                                 one unit a column, in the order of rows
 //! ```
 
+use std::ops::Range;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -45,12 +47,21 @@ impl Rows {
         Operand::new(&self.handle, &self.shape, F32)
     }
 
-    /// Sums the rows into `sum` from element `offset` on, or adds the sum to what is there.
-    pub(crate) fn sum(&self, client: &Client, sum: &Operand, offset: usize, add: bool, address: AddressType) {
+    /// Sums `columns` of the rows into `sum` from element `offset` on, or adds the sum to what is there.
+    pub(crate) fn sum(
+        &self,
+        client: &Client,
+        columns: Range<usize>,
+        sum: &Operand,
+        offset: usize,
+        add: bool,
+        address: AddressType,
+    ) {
         let [rows, length] = self.shape;
-        let (count, dim) = elements(client, length, SUM_UNITS);
+        let (count, dim) = elements(client, columns.len(), SUM_UNITS);
         let (row, sum) = (self.operand().argument(1), sum.argument(1));
-        sum_rows_kernel::launch(client, count, dim, address, row, sum, offset, rows, length, add);
+        let Range { start, end } = columns;
+        sum_rows_kernel::launch(client, count, dim, address, row, sum, start, end, offset, rows, length, add);
     }
 
     /// Counts the rows among what the index type has to reach.
@@ -60,23 +71,26 @@ impl Rows {
 }
 
 #[cube(launch, address_type = "dynamic")]
+#[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn sum_rows_kernel(
     row: &[f32],     // [rows, length]
-    sum: &mut [f32], // `length` from `offset` on
+    sum: &mut [f32], // `end - start` from `offset` on
+    start: usize,
+    end: usize,
     offset: usize,
     rows: usize,
     length: usize,
     #[comptime] add: bool,
 ) {
-    let column = element_index();
-    if column >= length {
+    let own = element_index();
+    if own >= end - start {
         terminate!();
     }
-    let mut total = sum_of_column(row, column, rows, length);
+    let mut total = sum_of_column(row, start + own, rows, length);
     if comptime!(add) {
-        total += sum[offset + column];
+        total += sum[offset + own];
     }
-    sum[offset + column] = total;
+    sum[offset + own] = total;
 }
 
 /// The sum of a column of `[rows, length]`, in the order of the rows.

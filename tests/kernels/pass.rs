@@ -138,6 +138,7 @@ impl<'a> Stack<'a> {
                         input: input.operand(),
                         keep_first: true,
                         eps,
+                        norm: None,
                     }),
                     entries: read / self.branches_per_block + 1,
                     first: read,
@@ -162,6 +163,7 @@ impl<'a> Stack<'a> {
                     input: input.operand(),
                     read,
                     eps,
+                    norm: None,
                 };
                 read_fwd(client, operands, routing, Tuning::default()).unwrap();
             }
@@ -195,7 +197,8 @@ impl<'a> Stack<'a> {
         let parameters = [gate("Wa", "ba"), gate("Wb", "bb"), gate("Wr", "br")];
         let parameters = SiteBuffers::new(self.client, self.d_model, F32, Some(&parameters));
         let site = self.buffer(&[site_length(self.d_model)]);
-        pack_site(self.client, PackSite { parameters: parameters.operands(), site: site.operand() }).unwrap();
+        pack_site(self.client, PackSite { parameters: parameters.operands(), gain: None, site: site.operand() })
+            .unwrap();
         site
     }
 
@@ -268,9 +271,11 @@ impl<'a> Stack<'a> {
                 }),
                 d_token: d_token.operand(),
                 d_site: (read < branches).then(|| parameters.operands()),
+                d_gain: None,
                 d_query: d_query.operand(),
                 read,
                 eps,
+                norm: None,
             };
             read_bwd(client, operands, routing, Tuning::default()).unwrap();
             d_output = earlier;

@@ -7,7 +7,7 @@ use dar_kernels::prefix::{
     Mix, PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
 use dar_kernels::read::{ReadFwd, read_fwd};
-use dar_kernels::site::site_length;
+use dar_kernels::site::{packed_length, site_length};
 use dar_kernels::{KernelError, Reduction, Tuning, launches};
 
 use super::support::{
@@ -495,58 +495,64 @@ fn mixed_with_the_first_branch() {
         ];
         for (problem, sited) in sited.chain(plain.map(|problem| (problem, false))) {
             let Problem { tokens, d_model, entries, branches, outputs, first, routing, .. } = problem;
-            let length = site_length(d_model);
-            let site = values(6, length, 2.0 / (d_model as f64).sqrt());
-            let site = sited.then(|| Buffer::new(&client, &[length], F32, &site));
-            let site = site.as_ref().map(Buffer::operand);
-            for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
-                for tuning in tunings(&client, dtype) {
-                    let about = format!(
-                        "{tokens} × {outputs} × {d_model}, {entries} entries, {branches} queries, {routing:?}, site \
-                         {sited}, {dtype} on {device}, {tuning:?}"
-                    );
-                    let outputs_of_read = || {
-                        let gate = Buffer::output(&client, &[problem.reads(), tokens, 5], F32);
-                        (gate, Buffer::output(&client, &[tokens, d_model], dtype))
-                    };
-                    let apart = problem.forward(&client, dtype, tuning);
-                    let (gate_apart, input_apart) = outputs_of_read();
-                    let operands = ReadFwd {
-                        state: apart.state.operand(),
-                        slot: SLOT,
-                        open: None,
-                        query: apart.query.operand(),
-                        lse: apart.lse.operand(),
-                        site,
-                        gate: sited.then(|| gate_apart.operand()),
-                        input: input_apart.operand(),
-                        read: first,
-                        eps: EPS,
-                    };
-                    read_fwd(&client, operands, routing, tuning).unwrap();
-
-                    for keep_first in [true, false] {
-                        let (gate, input) = outputs_of_read();
-                        let mix = Mix {
-                            site,
-                            gate: sited.then(|| gate.operand()),
-                            input: input.operand(),
-                            keep_first,
-                            eps: EPS,
-                        };
-                        let found = problem.forward_with(&client, dtype, tuning, Some(mix));
-                        let unkept = usize::from(!keep_first);
-                        let mut expected = problem.found(&apart, 0);
-                        expected.state.drain(..unkept * tokens * outputs * d_model);
-                        assert_eq!(problem.found(&found, unkept), expected, "{about}");
-                        let gates = [&gate, &gate_apart].map(|gate| gate.rows(first, usize::from(sited)));
-                        assert_close(
-                            &about,
-                            &[
-                                ("gate", &gates[0], &gates[1], bound(dtype)),
-                                ("input", &input.read(), &input_apart.read(), bound(dtype)),
-                            ],
+            // With the norm of the branch folded in, but where two streams without gates leave no room for its gain.
+            for normed in [false, true].into_iter().filter(|&normed| !normed || sited || outputs != 2) {
+                let norm = normed.then_some(1e-3);
+                let length = packed_length(d_model, sited, normed);
+                let site = values(6, length, 2.0 / (d_model as f64).sqrt());
+                let site = (sited || normed).then(|| Buffer::new(&client, &[length], F32, &site));
+                let site = site.as_ref().map(Buffer::operand);
+                for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
+                    for tuning in tunings(&client, dtype) {
+                        let about = format!(
+                            "{tokens} × {outputs} × {d_model}, {entries} entries, {branches} queries, {routing:?}, site \
+                         {sited}, normed {normed}, {dtype} on {device}, {tuning:?}"
                         );
+                        let outputs_of_read = || {
+                            let gate = Buffer::output(&client, &[problem.reads(), tokens, 5], F32);
+                            (gate, Buffer::output(&client, &[tokens, d_model], dtype))
+                        };
+                        let apart = problem.forward(&client, dtype, tuning);
+                        let (gate_apart, input_apart) = outputs_of_read();
+                        let operands = ReadFwd {
+                            state: apart.state.operand(),
+                            slot: SLOT,
+                            open: None,
+                            query: apart.query.operand(),
+                            lse: apart.lse.operand(),
+                            site,
+                            gate: sited.then(|| gate_apart.operand()),
+                            input: input_apart.operand(),
+                            read: first,
+                            eps: EPS,
+                            norm,
+                        };
+                        read_fwd(&client, operands, routing, tuning).unwrap();
+
+                        for keep_first in [true, false] {
+                            let (gate, input) = outputs_of_read();
+                            let mix = Mix {
+                                site,
+                                gate: sited.then(|| gate.operand()),
+                                input: input.operand(),
+                                keep_first,
+                                eps: EPS,
+                                norm,
+                            };
+                            let found = problem.forward_with(&client, dtype, tuning, Some(mix));
+                            let unkept = usize::from(!keep_first);
+                            let mut expected = problem.found(&apart, 0);
+                            expected.state.drain(..unkept * tokens * outputs * d_model);
+                            assert_eq!(problem.found(&found, unkept), expected, "{about}");
+                            let gates = [&gate, &gate_apart].map(|gate| gate.rows(first, usize::from(sited)));
+                            assert_close(
+                                &about,
+                                &[
+                                    ("gate", &gates[0], &gates[1], bound(dtype)),
+                                    ("input", &input.read(), &input_apart.read(), bound(dtype)),
+                                ],
+                            );
+                        }
                     }
                 }
             }
@@ -932,6 +938,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             input: input.operand(),
             keep_first: true,
             eps: EPS,
+            norm: None,
         };
         let mixed = |mix| PrefixFwd { mix: Some(mix), ..right };
         assert_eq!(run(mixed(mix), Routing::CrossKey), Ok(()));

@@ -2,9 +2,10 @@ use burn::tensor::Tensor;
 use cubecl::prelude::*;
 use dar_burn::Routing;
 use dar_burn::ops::{
-    GateWeights, Retrieved, SiteWeights, merge, residual_read, residual_read_first, write, write_first,
+    BranchNorm, GateWeights, Retrieved, SiteWeights, merge, residual_read, residual_read_first, write, write_first,
 };
 use dar_kernels::read::{Open, OpenBwd, ReadBwd, ReadFwd, read_bwd, read_fwd};
+use dar_kernels::site::packed_length;
 use dar_kernels::{Tuning, launches};
 
 use super::support::{
@@ -20,6 +21,9 @@ const READ: usize = 3;
 const SLOTS: usize = 3;
 const SLOT: usize = 1;
 
+/// Epsilon of a folded norm, unlike the others.
+const NORM_EPS: f64 = 1e-3;
+
 /// One read, after the write of the branch before it where a block is open.
 #[derive(Debug, Clone)]
 struct Problem {
@@ -31,6 +35,7 @@ struct Problem {
     state: Vec<f64>, // [tokens, streams, d_model]
     open: Option<OpenBlock>,
     site: Option<[Gate; 3]>, // alpha, beta, rho
+    gain: Option<Vec<f64>>,  // [d_model], of a folded norm of the branch
 }
 
 #[derive(Debug, Clone)]
@@ -146,7 +151,18 @@ impl Problem {
             open: (!matches!(kind, Kind::First | Kind::Completed(_))).then(open),
             site: matches!(kind, Kind::First | Kind::Second | Kind::Later)
                 .then(|| [gate(10, 2), gate(20, 2), gate(30, 1)]),
+            gain: None,
         }
+    }
+
+    /// With the norm of the branch folded in, if it may be: two streams without gates leave no room for its gain.
+    fn normed(self) -> Option<Self> {
+        let fits = self.site.is_some() || self.streams != 2;
+        fits.then(|| Self { gain: Some(values(50, self.d_model, 0.5).iter().map(|x| 1.0 + x).collect()), ..self })
+    }
+
+    fn norm(&self) -> Option<f64> {
+        self.gain.as_ref().map(|_| NORM_EPS)
     }
 
     /// The partial state of a case is what a write of nothing leaves of it.
@@ -176,10 +192,17 @@ impl Problem {
                 query: case.tensor("q").unwrap().values.clone(),
             }),
             site: Some([gate(0, 2, "Wa", "ba"), gate(1, 2, "Wb", "bb"), gate(2, 1, "Wr", "br")]),
+            gain: None,
         }
     }
 
-    /// The site as kernels have it: columns of the gates' weights are rows, biases and scales follow.
+    /// The parameters as kernels have them: columns of the gates' weights are rows, biases and scales follow, then the gain.
+    fn packed(&self) -> Option<Vec<f64>> {
+        let site = self.site.as_ref().map(Self::packed_site);
+        let all = [site.as_ref(), self.gain.as_ref()].into_iter().flatten();
+        (site.is_some() || self.gain.is_some()).then(|| all.flatten().copied().collect())
+    }
+
     fn packed_site(gates: &[Gate; 3]) -> Vec<f64> {
         let column =
             |gate: &Gate, output| gate.weight.iter().copied().skip(output).step_by(gate.outputs).collect::<Vec<_>>();
@@ -201,10 +224,10 @@ impl Problem {
             state: Buffer::arena(client, [SLOTS, SLOT], &state, dtype, &self.state),
             query: Buffer::arena(client, [READS, READ], &[streams, d_model], F32, query),
             lse: Buffer::arena(client, [READS, READ], &[tokens, streams], F32, lse),
-            site: self
-                .site
-                .as_ref()
-                .map(|gates| Buffer::new(client, &[10 * d_model + 8], F32, &Self::packed_site(gates))),
+            site: self.packed().map(|packed| {
+                let length = packed_length(d_model, self.site.is_some(), self.gain.is_some());
+                Buffer::new(client, &[length], F32, &packed)
+            }),
             gate: (streams == 2).then(|| Buffer::arena(client, [READS, READ - 1], &[tokens, 5], F32, &before)),
             open: self.open.as_ref().map(|open| SavedOpen {
                 before: open.before.as_ref().map(|before| Buffer::new(client, &state, dtype, before)),
@@ -232,6 +255,7 @@ impl Problem {
             input: saved.input.operand(),
             read: READ,
             eps: self.eps,
+            norm: self.norm(),
         };
         let before = launches();
         read_fwd(client, operands, self.routing, tuning).unwrap();
@@ -318,14 +342,27 @@ impl Problem {
             }
             (None, None) => (retrieved.clone().sum_dim(1).squeeze_dim(1), None),
         };
-        Graph { retrieved, open, site, input, gates }
+        let gain = self.gain.as_ref().map(|gain| vector(gain, [d_model]));
+        let input = match gain.clone() {
+            Some(gain) => BranchNorm { gain, eps: NORM_EPS }.apply(input),
+            None => input,
+        };
+        Graph { retrieved, open, site, gain, input, gates }
     }
+}
+
+/// A read as it is, and with the norm of its branch folded in, which knows no routing.
+fn with_norm(problem: Problem) -> impl Iterator<Item = (Problem, bool)> {
+    let normed = Some(problem.clone()).filter(|problem| problem.routing != Routing::CrossValue);
+    let normed = normed.and_then(Problem::normed).map(|problem| (problem, true));
+    [Some((problem, false)), normed].into_iter().flatten()
 }
 
 struct Graph {
     retrieved: Tensor<3>,
     open: Option<GraphOpen>,
     site: Option<SiteWeights>,
+    gain: Option<Tensor<1>>,
     input: Tensor<2>,
     gates: Option<(Tensor<2>, Option<Tensor<2>>)>, // beta, rho
 }
@@ -375,6 +412,7 @@ struct Gradients {
     beta: Vec<f64>,      // [tokens, 2], of the branch before
     query: Vec<f64>,     // [streams, d_model]
     site: Vec<Vec<f64>>, // weight, bias and scale of alpha, beta, rho; empty if frozen
+    gain: Vec<f64>,      // [d_model], empty if frozen
 }
 
 impl Problem {
@@ -417,6 +455,7 @@ impl Problem {
         };
         let d_output = Buffer::output(client, &[tokens, d_model], dtype);
         let parameters = SiteBuffers::new(client, d_model, F32, None);
+        let d_gain = self.gain.as_ref().filter(|_| trained).map(|_| Buffer::output(client, &[d_model], F32));
         let operands = ReadBwd {
             state: saved.state.operand(),
             slot: SLOT,
@@ -434,9 +473,11 @@ impl Problem {
             }),
             d_token: d_token.operand(),
             d_site: (trained && sited).then(|| parameters.operands()),
+            d_gain: d_gain.as_ref().map(Buffer::operand),
             d_query: d_query.operand(),
             read: READ,
             eps: self.eps,
+            norm: self.norm(),
         };
         let before = launches();
         read_bwd(client, operands, self.routing, tuning).unwrap();
@@ -459,6 +500,7 @@ impl Problem {
             beta: if wrote_beta { d_beta } else { Vec::new() },
             query: d_query.rows(READ, usize::from(self.open.is_some())),
             site: if trained && sited { parameters.read() } else { Vec::new() },
+            gain: d_gain.as_ref().map_or_else(Vec::new, Buffer::read),
         };
         (gradients, saved.open.map_or_else(Vec::new, |open| open.partial.read()))
     }
@@ -467,7 +509,7 @@ impl Problem {
     fn truth_bwd(&self, partial: &[f64], cotangents: &Cotangents) -> Gradients {
         let Self { tokens, streams, d_model, .. } = *self;
         let state = [tokens, streams, d_model];
-        let Graph { retrieved, open, site, input, gates } = self.graph(partial, leaf, leaf, leaf);
+        let Graph { retrieved, open, site, gain, input, gates } = self.graph(partial, leaf, leaf, leaf);
         let mut loss = (input * leaf(&cotangents.input, [tokens, d_model])).sum();
         if let Some(written) = &cotangents.written {
             let after = match (&open, gates) {
@@ -512,6 +554,7 @@ impl Problem {
             beta,
             query: open.map_or_else(Vec::new, |open| gradient(&open.query, &gradients)),
             site,
+            gain: gain.map_or_else(Vec::new, |gain| gradient(&gain, &gradients)),
         }
     }
 
@@ -541,6 +584,7 @@ impl Gradients {
                 ("d_output", &self.output, &truth.output, bound(dtype)),
                 ("d_beta", &self.beta, &truth.beta, 1e-5),
                 ("d_query", &self.query, &truth.query, 1e-5),
+                ("d_gain", &self.gain, &truth.gain, 1e-5),
             ],
         );
         for (k, gate) in ["alpha", "beta", "rho"].into_iter().enumerate().take(self.site.len() / 3) {
@@ -572,28 +616,32 @@ fn backward_of_any_size() {
                 if d_model != 24 && !matches!(kind, Kind::First | Kind::Later | Kind::Plain { first: false }) {
                     continue;
                 }
-                let problem = Problem::new(tokens, d_model, routing, kind);
-                for written in [true, false].into_iter().filter(|&written| !(written && kind == Kind::Output)) {
-                    // Two streams without gates are never written.
-                    if written && matches!(kind, Kind::Completed(2 | 4)) || !written && problem.site.is_some() {
-                        continue;
-                    }
-                    let cotangents = problem.cotangents(written);
-                    for tuning in reductions(&client) {
-                        let about = format!(
-                            "{tokens} × {d_model}, {routing:?}, {kind:?}, written {written}, on {device}, {tuning:?}"
-                        );
-                        let (found, partial) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
-                        found.assert_close(&problem.truth_bwd(&partial, &cotangents), F32, &about);
-                        let (again, _) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
-                        assert_eq!(found, again, "{about}: other bits");
-                    }
-                    if d_model == 24 {
-                        for dtype in [F16, BF16].into_iter().filter(|&dtype| stores(&client, dtype)) {
-                            let about = format!("{routing:?}, {kind:?}, written {written}, {dtype} on {device}");
-                            let (found, partial) =
-                                problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, true);
-                            found.assert_close(&problem.truth_bwd(&partial, &cotangents), dtype, &about);
+                for (problem, normed) in with_norm(Problem::new(tokens, d_model, routing, kind)) {
+                    for written in [true, false].into_iter().filter(|&written| !(written && kind == Kind::Output)) {
+                        // Two streams without gates are never written.
+                        if written && matches!(kind, Kind::Completed(2 | 4)) || !written && problem.site.is_some() {
+                            continue;
+                        }
+                        let cotangents = problem.cotangents(written);
+                        for tuning in reductions(&client) {
+                            let about = format!(
+                                "{tokens} × {d_model}, {routing:?}, {kind:?}, normed {normed}, written {written}, on {device}, \
+                             {tuning:?}"
+                            );
+                            let (found, partial) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
+                            found.assert_close(&problem.truth_bwd(&partial, &cotangents), F32, &about);
+                            let (again, _) = problem.run_bwd(&client, F32, tuning, &cotangents, true);
+                            assert_eq!(found, again, "{about}: other bits");
+                        }
+                        if d_model == 24 {
+                            for dtype in [F16, BF16].into_iter().filter(|&dtype| stores(&client, dtype)) {
+                                let about = format!(
+                                    "{routing:?}, {kind:?}, normed {normed}, written {written}, {dtype} on {device}"
+                                );
+                                let (found, partial) =
+                                    problem.run_bwd(&client, dtype, Tuning::default(), &cotangents, true);
+                                found.assert_close(&problem.truth_bwd(&partial, &cotangents), dtype, &about);
+                            }
                         }
                     }
                 }
@@ -620,11 +668,11 @@ fn backward_of_an_unwritten_branch() {
 fn backward_of_a_frozen_site() {
     for (client, device) in clients() {
         for kind in [Kind::First, Kind::Second, Kind::Later] {
-            let problem = Problem::new(5, 130, Routing::CrossKey, kind);
+            let problem = Problem::new(5, 130, Routing::CrossKey, kind).normed().unwrap();
             let cotangents = problem.cotangents(true);
             let (trained, _) = problem.run_bwd(&client, F32, Tuning::default(), &cotangents, true);
             let (frozen, _) = problem.run_bwd(&client, F32, Tuning::default(), &cotangents, false);
-            assert_eq!(frozen, Gradients { site: Vec::new(), ..trained }, "{kind:?} on {device}");
+            assert_eq!(frozen, Gradients { site: Vec::new(), gain: Vec::new(), ..trained }, "{kind:?} on {device}");
         }
     }
 }
@@ -635,13 +683,14 @@ fn backward_of_no_token() {
     for (client, device) in clients() {
         for kind in KINDS {
             let problem = Problem::new(0, 24, Routing::CrossKey, kind);
+            let problem = problem.clone().normed().unwrap_or(problem);
             let written = problem.site.is_some();
             let (found, _) = problem.run_bwd(&client, F32, Tuning::default(), &problem.cotangents(written), true);
             assert!(
                 found.state.is_empty() && found.partial.is_empty() && found.shift.is_empty() && found.lse.is_empty(),
                 "{device}"
             );
-            let parameters = found.site.iter().flatten().chain(&found.query);
+            let parameters = found.site.iter().flatten().chain(&found.query).chain(&found.gain);
             assert!({ parameters }.all(|&x| x == 0.0), "{kind:?} on {device}");
         }
     }
@@ -706,7 +755,7 @@ fn golden_backward() {
 fn no_gradient_of_one_token_leaks_into_another() {
     for (client, device) in clients() {
         for poison in [f64::NAN, f64::INFINITY] {
-            let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
+            let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later).normed().unwrap();
             let mut cotangents = problem.cotangents(true);
             let run = |cotangents: &Cotangents| problem.run_bwd(&client, F32, Tuning::default(), cotangents, true).0;
             let clean = run(&cotangents);
@@ -759,10 +808,13 @@ fn any_size() {
                 continue;
             }
             for kind in KINDS {
-                let problem = Problem::new(tokens, d_model, routing, kind);
-                for tuning in reductions(&client) {
-                    let about = format!("{tokens} × {d_model}, {routing:?}, {kind:?}, {dtype} on {device}, {tuning:?}");
-                    problem.run(&client, dtype, tuning).assert_close(&problem, dtype, &about);
+                for (problem, normed) in with_norm(Problem::new(tokens, d_model, routing, kind)) {
+                    for tuning in reductions(&client) {
+                        let about = format!(
+                            "{tokens} × {d_model}, {routing:?}, {kind:?}, normed {normed}, {dtype} on {device}, {tuning:?}"
+                        );
+                        problem.run(&client, dtype, tuning).assert_close(&problem, dtype, &about);
+                    }
                 }
             }
         }
@@ -791,7 +843,7 @@ fn extremes_are_finite() {
 #[test]
 fn reruns_are_bit_identical() {
     for (client, device) in clients() {
-        let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
+        let problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later).normed().unwrap();
         for tuning in reductions(&client) {
             let first = problem.run(&client, F32, tuning);
             assert_eq!(problem.run(&client, F32, tuning), first, "{device}, {tuning:?}");
@@ -803,7 +855,7 @@ fn reruns_are_bit_identical() {
 fn one_token_never_leaks_into_another() {
     for (client, device) in clients() {
         for poison in [f64::NAN, f64::INFINITY] {
-            let mut problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later);
+            let mut problem = Problem::new(5, 130, Routing::CrossKey, Kind::Later).normed().unwrap();
             let clean = problem.run(&client, F32, Tuning::default());
             problem.open.as_mut().unwrap().output[2 * 130 + 7] = poison;
             let found = problem.run(&client, F32, Tuning::default());
@@ -835,6 +887,7 @@ fn refusals_name_operation_argument_expected_and_got() {
             input: input.operand(),
             read: 3,
             eps: EPS,
+            norm: None,
         };
         let open = Open { before: None, output: half.operand(), partial: partial.operand() };
         let run = |operands| read_fwd(&client, operands, Routing::CrossKey, Tuning::default());
@@ -856,6 +909,15 @@ fn refusals_name_operation_argument_expected_and_got() {
                 ReadFwd { site: Some(lse.operand()), ..right },
                 "read_fwd: `site` has shape [4, 5, 2], expected [10 * d_model + 8] = [88]",
             ),
+            (
+                ReadFwd { norm: Some(EPS), ..right },
+                "read_fwd: `site` has shape [88], expected [10 * d_model + 8 + d_model] = [96]",
+            ),
+            (
+                ReadFwd { norm: Some(EPS), site: None, ..right },
+                "read_fwd: `site` is none, expected the parameters of the read, with the gain of `norm`",
+            ),
+            (ReadFwd { norm: Some(-1.0), ..right }, "read_fwd: `norm` is -1, expected a finite number ≥ 0"),
             (ReadFwd { open: Some(open), ..right }, "read_fwd: `open.output` has element type f16, expected f32"),
             (
                 ReadFwd { open: Some(Open { output: input.operand(), ..open }), read: 0, ..right },
@@ -898,9 +960,11 @@ fn refused_backward() {
             open: Some(open),
             d_token: d_token.operand(),
             d_site: Some(parameters.operands()),
+            d_gain: None,
             d_query: d_query.operand(),
             read: 3,
             eps: EPS,
+            norm: None,
         };
         let run = |operands| read_bwd(&client, operands, Routing::CrossKey, Tuning::default());
         assert_eq!(run(right), Ok(()));
@@ -924,6 +988,10 @@ fn refused_backward() {
             (
                 ReadBwd { d_token: lse.operand(), ..right },
                 "read_bwd: `d_token` has shape [4, 5, 2], expected [reads, tokens, 2 + 2 * outputs] = [4, 5, 6]",
+            ),
+            (
+                ReadBwd { d_gain: Some(query.operand()), ..right },
+                "read_bwd: `norm` is none, expected the norm whose gain's gradient `d_gain` takes",
             ),
             (ReadBwd { read: 0, ..right }, "read_bwd: `read` is 0, expected at least 1 where a block is open"),
         ] {

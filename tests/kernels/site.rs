@@ -1,4 +1,4 @@
-use dar_kernels::site::{PackSite, pack_site, site_length};
+use dar_kernels::site::{PackSite, pack_site, packed_length};
 
 use super::support::{Buffer, F16, F32, STORAGE, SiteBuffers, clients, stores};
 use crate::support::host::values;
@@ -19,8 +19,15 @@ fn any_width() {
             for d_model in [1, 3, 37, 130, 257] {
                 let parameters = parameters(d_model);
                 let buffers = SiteBuffers::new(&client, d_model, dtype, Some(&parameters));
-                let site = Buffer::output(&client, &[site_length(d_model)], F32);
-                pack_site(&client, PackSite { parameters: buffers.operands(), site: site.operand() }).unwrap();
+                let gain = vec![1.5; d_model];
+                let gain_buffer = Buffer::new(&client, &[d_model], dtype, &gain);
+                let pack = |gain: Option<&Buffer>| {
+                    let site = Buffer::output(&client, &[packed_length(d_model, true, gain.is_some())], F32);
+                    let gain = gain.map(Buffer::operand);
+                    let operands = PackSite { parameters: buffers.operands(), gain, site: site.operand() };
+                    pack_site(&client, operands).unwrap();
+                    site.read()
+                };
 
                 let [[alpha, alpha_bias, alpha_scale], [beta, beta_bias, beta_scale], [rho, rho_bias, rho_scale]] =
                     parameters;
@@ -38,7 +45,10 @@ fn any_width() {
                     beta_scale,
                     rho_scale,
                 ];
-                assert_eq!(site.read(), expected.concat(), "d_model {d_model} in {dtype} on {device}");
+                let expected = expected.concat();
+                let about = format!("d_model {d_model} in {dtype} on {device}");
+                assert_eq!(pack(None), expected, "{about}");
+                assert_eq!(pack(Some(&gain_buffer)), [expected, gain].concat(), "{about}");
             }
         }
     }
@@ -50,7 +60,7 @@ fn refusals_name_operation_argument_expected_and_got() {
         let buffers = SiteBuffers::new(&client, 8, F32, None);
         let half = SiteBuffers::new(&client, 8, F16, None);
         let (site, short) = (Buffer::output(&client, &[88], F32), Buffer::output(&client, &[80], F32));
-        let right = PackSite { parameters: buffers.operands(), site: site.operand() };
+        let right = PackSite { parameters: buffers.operands(), gain: None, site: site.operand() };
         let mut mixed = right;
         mixed.parameters.beta.bias = half.operands().beta.bias;
         let mut odd = right;
@@ -60,6 +70,10 @@ fn refusals_name_operation_argument_expected_and_got() {
             (
                 PackSite { site: short.operand(), ..right },
                 "pack_site: `site` has shape [80], expected [10 * d_model + 8] = [88]",
+            ),
+            (
+                PackSite { gain: Some(site.operand()), ..right },
+                "pack_site: `gain` has shape [88], expected [d_model] = [8]",
             ),
             (mixed, "pack_site: `beta.bias` has element type f16, expected f32"),
             (odd, "pack_site: `alpha.weight` has shape [2], expected [2 * d_model, 2] with d_model ≥ 1"),

@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{DType, Device, Gradients, Tensor};
 use dar_burn::device::OpenDevice;
 use dar_burn::nn::{AttnResConfig, DarConfig, SeparateValues, Tying};
-use dar_burn::ops::{Implementation, Memory};
+use dar_burn::ops::{BranchNorm, Implementation, Memory};
 use dar_burn::{BranchLayout, ResidualConfig, ResidualState, Routing};
 
 use super::toy::{Stir, Toy, tensor, vec};
@@ -259,6 +259,29 @@ fn branch_inputs_may_enter_the_loss() {
             vec![toy.residual.finish(advance(toy, state, 6..BRANCHES, 1.0))]
         };
         agree(&format!("{name}, an input that nobody reads"), &config, &|device| device.autodiff(), &unread);
+    }
+}
+
+/// The norm of a branch within its read. The gain is made of the embedding, whose gradient then holds its own.
+#[test]
+fn folded_norms_agree() {
+    for (name, config) in few() {
+        for (what, frozen_gain, frozen_residual) in
+            [("", false, false), (", frozen gain", true, false), (", frozen residual", false, true)]
+        {
+            let normed = move |toy: &Toy, x: Tensor<2>| {
+                let residual = toy.residual.clone();
+                let residual = if frozen_residual { residual.no_grad() } else { residual };
+                let gain = x.clone().mean_dim(0).squeeze_dim::<1>(0) + 1.0;
+                let gain = if frozen_gain { gain.detach() } else { gain };
+                let state = (0..BRANCHES).fold(residual.start(x), |state, branch| {
+                    let norm = BranchNorm { gain: gain.clone() * (1.0 + 0.1 * branch as f64), eps: 1e-3 };
+                    residual.branch_normed(state, norm, |h| h.matmul(toy.weights[branch].val()).tanh())
+                });
+                vec![residual.finish(state)]
+            };
+            agree(&format!("{name}, normed{what}"), &config, &|device| device.autodiff(), &normed);
+        }
     }
 }
 

@@ -2,9 +2,10 @@ use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
 use dar_burn::device::DeviceChoice;
 use dar_burn::nn::{AttnResConfig, Dar, Scheme, SeparateValues};
+use dar_burn::ops::BranchNorm;
 use dar_burn::{BranchLayout, ResidualConfig, Routing};
 
-use super::toy::{Stir, Toy, schemes, tensor, vec};
+use super::toy::{EPS, Stir, Toy, schemes, tensor, vec};
 use crate::support::devices::{device, devices, flex, say};
 use crate::support::host::relative_error;
 use crate::support::panic_message;
@@ -67,6 +68,26 @@ fn batches_and_tokens_are_the_same() {
         assert_eq!(batched.dims(), [2, 3, D_MODEL], "{name}");
         let flat = toy.forward(x.clone().reshape([6, D_MODEL]));
         assert_eq!(vec(batched), vec(flat), "{name}");
+    }
+}
+
+/// A norm in front of a branch is the same within its read and behind it, whatever the scheme.
+#[test]
+fn folded_norms_are_norms() {
+    let device = flex();
+    let x = tensor(2, [2, 3, D_MODEL], 1.0, &device);
+    let norm = BranchNorm { gain: tensor::<1>(7, [D_MODEL], 0.5, &device) + 1.0, eps: 1e-3 };
+    for (name, config) in schemes() {
+        let toy = stirred(&config);
+        let pass = |folded: bool| {
+            let state = (0..BRANCHES).fold(toy.residual.start(x.clone()), |state, l| match folded {
+                true => toy.residual.branch_normed(state, norm.clone(), |h| toy.branch(l, h) * 0.5),
+                false => toy.residual.branch(state, |h| toy.branch(l, norm.apply(h)) * 0.5),
+            });
+            vec(toy.residual.finish(state))
+        };
+        let error = relative_error(&pass(true), &pass(false), 1e-3);
+        assert!(error <= 1e-6, "{name}: {error:.1e}");
     }
 }
 
@@ -154,6 +175,14 @@ fn misuse_is_refused() {
         });
         refuses("Residual::write: `output` has element type F64, expected F32", &|| {
             write(Tensor::zeros([3, D_MODEL], (&device, DType::F64)));
+        });
+
+        let normed = |gain: Tensor<1>, eps: f64| drop(residual.read_normed(pass(1), BranchNorm { gain, eps }));
+        refuses("Residual::read_normed: `norm.gain` has shape [5], expected [d_model] = [6]", &|| {
+            normed(Tensor::ones([5], &device), EPS);
+        });
+        refuses("Residual::read_normed: `norm.eps` is -1, expected a finite number ≥ 0", &|| {
+            normed(Tensor::ones([D_MODEL], &device), -1.0);
         });
 
         let other = if name == "standard" { ResidualConfig::Cascade } else { ResidualConfig::Standard };
@@ -245,4 +274,13 @@ fn a_branch_output_on_another_device_is_refused() {
     let (_, pending) = residual.read(residual.start(Tensor::<2>::zeros([3, D_MODEL], &here)));
     let message = panic_message(|| residual.write(pending, Tensor::zeros([3, D_MODEL], there)));
     assert_eq!(message, format!("Residual::write: `output` is on device {there:?}, expected {here:?}"));
+
+    for config in [ResidualConfig::Standard, ResidualConfig::dar_full()] {
+        let residual = config.init(&layout(), &here);
+        let norm = BranchNorm { gain: Tensor::ones([D_MODEL], there), eps: EPS };
+        let message =
+            panic_message(|| residual.read_normed(residual.start(Tensor::<2>::zeros([3, D_MODEL], &here)), norm));
+        let expected = format!("Residual::read_normed: `norm.gain` is on device {there:?}, expected {here:?}");
+        assert_eq!(message, expected);
+    }
 }

@@ -124,7 +124,7 @@ pub fn kernel_table(part: &KernelsPart) -> String {
             ["size run", "of", "type", "implementation", "time, µs", "MiB that must move", "GB/s", "% of copy"];
         text += &table(&header, results.map(kernel_line));
     }
-    text += "\nMedian (quartiles). Bytes that must move: every operand once. *fused*: a kernel of dar-kernels; *composed*: \
+    text += "\nMedian (quartiles). Bytes that must move: every operand once. *fused*: a kernel of dar-kernels; *fused_keys*: on a history with packed keys; *composed*: \
              the graph of Burn's operations with Burn's fusion, which is part of every build with CubeCL; a build without \
              it is not measured. The backward of *composed* is timed after its forward, one at a time; kernels are \
              launched many at a time. Size: entries (r), queries (q), tokens (t), streams (s), d_model (d).\n";

@@ -247,8 +247,11 @@ fn by_group<K: Ord>(
 ) -> BTreeMap<(String, bool, String, K), Vec<&KernelResult>> {
     let mut groups = BTreeMap::new();
     for result in &part.results {
-        let composed = result.implementation != "fused";
-        let name = if composed { format!("{}, {}", result.group, result.implementation) } else { result.group.clone() };
+        let composed = result.implementation == "composed";
+        let name = match result.implementation.as_str() {
+            "fused" => result.group.clone(),
+            other => format!("{}, {other}", result.group),
+        };
         if let Some(key) = key(result) {
             groups.entry((name, composed, result.dtype.clone(), key)).or_insert_with(Vec::new).push(result);
         }

@@ -254,9 +254,9 @@ impl Decoder {
             let cache = cache.as_deref_mut().map(|cache| cache.layer(index));
             state = self
                 .residual
-                .branch(state, |x| layer.attention.forward(layer.attention_norm.forward(x), &positions, cache));
-            state = self.residual.branch(state, |x| {
-                let (output, loss) = layer.feed_forward.forward(layer.feed_forward_norm.forward(x));
+                .branch_normed(state, &layer.attention_norm, |x| layer.attention.forward(x, &positions, cache));
+            state = self.residual.branch_normed(state, &layer.feed_forward_norm, |x| {
+                let (output, loss) = layer.feed_forward.forward(x);
                 balance.extend(loss);
                 output
             });

@@ -1,7 +1,7 @@
 use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Tensor};
 
-use crate::ops::{accumulator, rms_norm};
+use crate::ops::BranchNorm;
 
 /// RMSNorm with a learnable gain, computed in the accumulator type: `gain * x / sqrt(mean(x²) + eps)`.
 #[derive(Module, Debug)]
@@ -21,8 +21,12 @@ impl RmsNorm {
     /// # Shapes
     /// - `x`, output: `[.., d_model]`
     pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let dtype = x.dtype();
-        let gain = self.gain.val().cast(accumulator(dtype)).unsqueeze();
-        (rms_norm(x, self.eps) * gain).cast(dtype)
+        BranchNorm::from(self).apply(x)
+    }
+}
+
+impl From<&RmsNorm> for BranchNorm {
+    fn from(norm: &RmsNorm) -> Self {
+        Self { gain: norm.gain.val(), eps: norm.eps }
     }
 }

@@ -3,13 +3,13 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
-use super::fused::{FusedState, Written, check_output, stack_queries};
+use super::fused::{FusedState, Written, check_output, normed, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::observer::Observer;
 use super::params::{identities, zeros};
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::{
-    History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix, retrieval_weights,
+    BranchNorm, History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix, retrieval_weights,
 };
 
 /// Attention Residuals (DAR paper, equations 2–5; Kimi Team et al.): every branch reads a softmax mix of earlier states.
@@ -254,16 +254,17 @@ impl AttnRes {
         &self,
         branch: usize,
         state: AttnResState,
+        norm: Option<&BranchNorm>,
         observer: Option<&dyn Observer>,
     ) -> (Tensor<2>, AttnResPending) {
         match state {
             AttnResState::Fused(state) => {
-                let (input, pass) = state.read(None);
+                let (input, pass) = state.read(None, norm);
                 (input, AttnResPending::Fused(pass))
             }
             AttnResState::Composed(state) => {
                 let (input, pending) = self.read_composed(branch, state, observer);
-                (input, AttnResPending::Composed(pending))
+                (normed(input, norm), AttnResPending::Composed(pending))
             }
         }
     }

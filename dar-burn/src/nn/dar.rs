@@ -4,7 +4,7 @@ use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
 use super::attn_res::check_tying;
-use super::fused::{FusedState, Written, check_output, stack_queries};
+use super::fused::{FusedState, Written, check_output, normed, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::observer::Observer;
 use super::params::zeros;
@@ -12,7 +12,7 @@ use super::site::DarSite;
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::read::residual_read_observed;
 use crate::ops::{
-    History, Implementation, Memory, Retrieved, output_read, prefix, retrieval_weights, write, write_first,
+    BranchNorm, History, Implementation, Memory, Retrieved, output_read, prefix, retrieval_weights, write, write_first,
 };
 
 /// Dual Attention Residuals (DAR paper, equations 6–18): two residual streams, each retrieving its own history under the
@@ -227,16 +227,17 @@ impl Dar {
         &self,
         branch: usize,
         state: DarState,
+        norm: Option<&BranchNorm>,
         observer: Option<&dyn Observer>,
     ) -> (Tensor<2>, DarPending) {
         match state {
             DarState::Fused(state) => {
-                let (input, pass) = state.read(Some(&self.site(branch).weights()));
+                let (input, pass) = state.read(Some(&self.site(branch).weights()), norm);
                 (input, DarPending::Fused(pass))
             }
             DarState::Composed(state) => {
                 let (input, pending) = self.read_composed(branch, state, observer);
-                (input, DarPending::Composed(pending))
+                (normed(input, norm), DarPending::Composed(pending))
             }
         }
     }

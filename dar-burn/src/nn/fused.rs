@@ -4,7 +4,7 @@ use burn::tensor::Tensor;
 
 use crate::ops::numeric::{require_device, require_dtype, require_shape};
 use crate::ops::pass::Pass;
-use crate::ops::{SiteWeights, accumulator};
+use crate::ops::{BranchNorm, SiteWeights, accumulator};
 
 /// What a branch left.
 #[derive(Debug, Clone)]
@@ -24,18 +24,18 @@ pub(super) struct FusedState {
 }
 
 impl FusedState {
-    /// The input of the next branch, and the pass behind that read.
+    /// The input of the next branch, normalised with `norm`, and the pass behind that read.
     #[track_caller]
-    pub(super) fn read(self, site: Option<&SiteWeights>) -> (Tensor<2>, Pass) {
+    pub(super) fn read(self, site: Option<&SiteWeights>, norm: Option<&BranchNorm>) -> (Tensor<2>, Pass) {
         match self.written {
-            Written::Nothing => self.pass.read::<2>(None, site),
-            Written::Output(output) => self.pass.read(Some(output), site),
-            Written::Entry(entry) => self.pass.read(Some(entry), site),
+            Written::Nothing => self.pass.read::<2>(None, site, norm),
+            Written::Output(output) => self.pass.read(Some(output), site, norm),
+            Written::Entry(entry) => self.pass.read(Some(entry), site, norm),
         }
     }
 
     pub(super) fn finish(self) -> Tensor<2> {
-        self.read(None).0
+        self.read(None, None).0
     }
 }
 
@@ -57,4 +57,16 @@ pub(super) fn stack_queries(queries: Vec<Tensor<2>>, outputs: usize, x: &Tensor<
 pub(super) fn check_output<const C: usize, const D: usize>(carried: &Tensor<C>, output: &Tensor<D>) {
     require_dtype("Residual::write", "output", carried, output);
     require_device("Residual::write", "output", carried, output);
+}
+
+/// The input of a branch behind its norm, where no kernel has folded that in.
+#[track_caller]
+pub(super) fn normed(input: Tensor<2>, norm: Option<&BranchNorm>) -> Tensor<2> {
+    match norm {
+        Some(norm) => {
+            require_device("Residual::read_normed", "norm.gain", &input, &norm.gain);
+            norm.apply(input)
+        }
+        None => input,
+    }
 }

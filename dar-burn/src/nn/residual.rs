@@ -9,14 +9,14 @@ use dar_kernels::{KernelError, Routing};
 use super::attn_res::{AttnRes, AttnResConfig, AttnResPending, AttnResState};
 use super::cascade::{Cascade, CascadePending, CascadeState};
 use super::dar::{Dar, DarConfig, DarPending, DarState};
-use super::fused::check_output;
+use super::fused::{check_output, normed};
 use super::hyper::{HyperConfig, HyperConnections, HyperPending};
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
 use super::mhc::{Mhc, MhcConfig};
 use super::observer::Observer;
 use super::standard::Standard;
 use crate::ops::numeric::{require, require_shape};
-use crate::ops::{Implementation, Memory};
+use crate::ops::{BranchNorm, Implementation, Memory};
 
 /// How a model carries its residual: the one line to change.
 ///
@@ -328,6 +328,34 @@ impl Residual {
     /// If all branches have been read, or the state is of another residual.
     #[track_caller]
     pub fn read<const D: usize>(&self, state: ResidualState<D>) -> (Tensor<D>, Pending<D>) {
+        self.read_with(state, None)
+    }
+
+    /// As [`read`](Self::read), with the branch's own norm behind it: the input is `norm(input)`.
+    ///
+    /// A fused pass normalises in the kernel that reads, which saves a pass over the input forward and backward; the
+    /// gradient of the gain comes with those of the read. Other schemes compute the same in Burn's operations.
+    ///
+    /// # Panics
+    /// As [`read`](Self::read), and if the gain is not `[d_model]`, is on another device, or `eps` is negative or not
+    /// finite.
+    #[track_caller]
+    pub fn read_normed<const D: usize>(
+        &self,
+        state: ResidualState<D>,
+        norm: impl Into<BranchNorm>,
+    ) -> (Tensor<D>, Pending<D>) {
+        let norm = norm.into();
+        require_shape("Residual::read_normed", "norm.gain", "[d_model]", [self.d_model], &norm.gain);
+        if !(norm.eps >= 0.0 && norm.eps.is_finite()) {
+            let (operation, argument) = ("Residual::read_normed", "norm.eps");
+            require::<()>(Err(KernelError::value(operation, argument, "a finite number ≥ 0", norm.eps)));
+        }
+        self.read_with(state, Some(&norm))
+    }
+
+    #[track_caller]
+    fn read_with<const D: usize>(&self, state: ResidualState<D>, norm: Option<&BranchNorm>) -> (Tensor<D>, Pending<D>) {
         let ResidualState { carry, next: branch, shape, stamp, observer } = state;
         self.check_stamp("Residual::read", "state", stamp);
         if branch >= self.branches {
@@ -340,19 +368,26 @@ impl Residual {
         }
         let watch = observer.as_deref();
         let (input, carry) = match (&self.scheme, carry) {
-            (Scheme::Standard(_), Carry::Standard(x)) => (x.clone(), PendingCarry::Standard(x)),
             (Scheme::AttnRes(scheme), Carry::AttnRes(state)) => {
-                pend(scheme.read(branch, state, watch), PendingCarry::AttnRes)
+                pend(scheme.read(branch, state, norm, watch), PendingCarry::AttnRes)
             }
-            (Scheme::Dar(scheme), Carry::Dar(state)) => pend(scheme.read(branch, state, watch), PendingCarry::Dar),
-            (Scheme::Hyper(scheme), Carry::Streams(state)) => {
-                pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+            (Scheme::Dar(scheme), Carry::Dar(state)) => {
+                pend(scheme.read(branch, state, norm, watch), PendingCarry::Dar)
             }
-            (Scheme::Mhc(scheme), Carry::Streams(state)) => {
-                pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+            (scheme, carry) => {
+                let (input, carry) = match (scheme, carry) {
+                    (Scheme::Standard(_), Carry::Standard(x)) => (x.clone(), PendingCarry::Standard(x)),
+                    (Scheme::Hyper(scheme), Carry::Streams(state)) => {
+                        pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+                    }
+                    (Scheme::Mhc(scheme), Carry::Streams(state)) => {
+                        pend(scheme.read(branch, state, watch), PendingCarry::Streams)
+                    }
+                    (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
+                    _ => unreachable!("the stamp tells the scheme"),
+                };
+                (normed(input, norm), carry)
             }
-            (Scheme::Cascade(scheme), Carry::Cascade(state)) => pend(scheme.read(state), PendingCarry::Cascade),
-            _ => unreachable!("the stamp tells the scheme"),
         };
         (unflatten(input, shape), Pending { carry, branch, shape, stamp, observer })
     }
@@ -404,6 +439,33 @@ impl Residual {
         branch: impl FnOnce(Tensor<D>) -> Tensor<D>,
     ) -> ResidualState<D> {
         let (input, pending) = self.read(state);
+        self.write(pending, branch(input))
+    }
+
+    /// Normed read, `branch`, write: the branch gets `norm(input)`, and leaves its own norm out.
+    ///
+    /// ```
+    /// # use burn::nn::{LinearConfig, RmsNormConfig};
+    /// # use burn::tensor::{Device, Distribution, Tensor};
+    /// # use dar_burn::{BranchLayout, ResidualConfig};
+    /// # let device = Device::flex();
+    /// let residual = ResidualConfig::dar_block(2).init(&BranchLayout::new(16, 4), &device);
+    /// let (norm, linear) = (RmsNormConfig::new(16).init(&device), LinearConfig::new(16, 16).init(&device));
+    /// let state = residual.start(Tensor::<2>::random([5, 16], Distribution::Default, &device));
+    /// let folded = residual.branch_normed(state.clone(), &norm, |x| linear.forward(x));
+    /// let apart = residual.branch(state, |x| linear.forward(norm.forward(x)));
+    /// ```
+    ///
+    /// # Panics
+    /// As [`read_normed`](Self::read_normed) and [`write`](Self::write).
+    #[track_caller]
+    pub fn branch_normed<const D: usize>(
+        &self,
+        state: ResidualState<D>,
+        norm: impl Into<BranchNorm>,
+        branch: impl FnOnce(Tensor<D>) -> Tensor<D>,
+    ) -> ResidualState<D> {
+        let (input, pending) = self.read_normed(state, norm);
         self.write(pending, branch(input))
     }
 

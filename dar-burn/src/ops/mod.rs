@@ -19,7 +19,7 @@ pub use history::{History, pack};
 pub use hyper::{
     HyperWeights, MhcWeights, SinkhornOrder, StreamMaps, hyper_maps, mhc_maps, sinkhorn, streams_read, streams_write,
 };
-pub use numeric::{accumulator, rms_norm};
+pub use numeric::{BranchNorm, accumulator, rms_norm};
 pub use pass::{Implementation, Memory};
 pub use read::{GateWeights, Gates, ResidualRead, SiteWeights, residual_read, residual_read_first};
 pub use retrieve::{Retrieved, attnres_read, merge, output_read, prefix, retrieval_weights};

@@ -29,6 +29,33 @@ pub fn rms_norm<const D: usize>(x: Tensor<D>, eps: f64) -> Tensor<D> {
     x * inverse
 }
 
+/// The norm in front of a branch: `gain * x / sqrt(mean(x²) + eps)`, for a read to fold in.
+#[derive(Debug, Clone)]
+pub struct BranchNorm {
+    /// `[d_model]`
+    pub gain: Tensor<1>,
+    /// Added to the mean square.
+    pub eps: f64,
+}
+
+impl BranchNorm {
+    /// Normalises the last axis, in the accumulator type; the output has the element type of `x`.
+    ///
+    /// # Shapes
+    /// - `x`, output: `[.., d_model]`
+    pub fn apply<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        let dtype = x.dtype();
+        let gain = self.gain.clone().cast(accumulator(dtype)).unsqueeze();
+        (rms_norm(x, self.eps) * gain).cast(dtype)
+    }
+}
+
+impl From<&burn::nn::RmsNorm> for BranchNorm {
+    fn from(norm: &burn::nn::RmsNorm) -> Self {
+        Self { gain: norm.gamma.val(), eps: norm.epsilon }
+    }
+}
+
 /// Stacks on a new first axis, also without tokens, where [`Tensor::stack`] cannot: Burn's reshape reads a 0 as "the size
 /// that was at this position", so an axis may be added behind an empty one only, and has to be moved.
 pub(crate) fn stack_first<const D: usize, const E: usize>(parts: Vec<Tensor<D>>) -> Tensor<E> {

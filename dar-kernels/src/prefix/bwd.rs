@@ -412,7 +412,7 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
         config,
         value.dtype,
     );
-    stage.sum(client, &d_query, first * outputs * d_model, true, address);
+    stage.sum(client, 0..length, &d_query, first * outputs * d_model, true, address);
     Ok(())
 }
 

@@ -4,9 +4,9 @@ use super::config::{PrefixConfig, Work};
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
-use crate::read::{mixed, mixing_gates, sum_of_streams};
+use crate::read::{check_packed, gates_and_gain, mixed, mixing_gates, normalised, sum_of_streams};
 use crate::reduce::CubeSum;
-use crate::site::{GATES, RHO, site_length};
+use crate::site::{GATES, RHO, site_gain};
 use crate::softmax::{FLOOR, OnlineSoftmax};
 use crate::{Dims, KernelError, Routing};
 
@@ -51,7 +51,8 @@ pub struct PrefixFwd<'a> {
 /// [`read_fwd`](crate::read::read_fwd) does without `open`.
 #[derive(Debug, Clone, Copy)]
 pub struct Mix<'a> {
-    /// Input, f32: the gates' parameters, with `gate` and two outputs; none sums the outputs. `[10 * d_model + 8]`
+    /// Input, f32: the packed parameters of the read, which are those of the gates with `gate` (of two outputs), and the
+    /// gain with `norm`; none sums the outputs. [`packed_length`](crate::site::packed_length)
     pub site: Option<Operand<'a>>,
     /// Output, f32: gates of all reads, of which row `first` is written with `site`. `[reads, tokens, 5]`
     pub gate: Option<Operand<'a>>,
@@ -61,6 +62,8 @@ pub struct Mix<'a> {
     pub keep_first: bool,
     /// Epsilon of the gates' norm.
     pub eps: f64,
+    /// Epsilon of the branch's own norm, if that is folded in: `input` is then its output.
+    pub norm: Option<f64>,
 }
 
 impl Mix<'_> {
@@ -70,20 +73,14 @@ impl Mix<'_> {
         dtype: ElemType,
         [reads, tokens, outputs, d_model]: [usize; 4],
     ) -> Result<(), KernelError> {
-        let Self { site, gate, input, keep_first: _, eps } = self;
+        let Self { site, gate, input, keep_first: _, eps, norm } = self;
         check.eps(*eps)?.fits("mix.input", input, dtype, "[tokens, d_model]", &[tokens, d_model])?;
         if let Some(gate) = gate {
             check.fits("mix.gate", gate, F32, "[reads, tokens, 5]", &[reads, tokens, GATES])?;
         }
-        if let Some(site) = site {
-            check.fits("mix.site", site, F32, "[10 * d_model + 8]", &[site_length(d_model)])?;
-            if gate.is_none() {
-                let expected = "the gates of all reads, as `mix.site` is there";
-                return Err(KernelError::value(check.operation, "mix.gate", expected, "none"));
-            }
-            if outputs != 2 {
-                return Err(KernelError::value(check.operation, "outputs of the query", "2 with `mix.site`", outputs));
-            }
+        check_packed(check, ["mix.site", "mix.gate", "mix.norm"], site, gate, *norm, d_model)?;
+        if site.is_some() && gate.is_some() && outputs != 2 {
+            return Err(KernelError::value(check.operation, "outputs of the query", "2 with `mix.site`", outputs));
         }
         Ok(())
     }
@@ -136,6 +133,8 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
     let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing, keyed: key.is_some() };
     let (groups, config) = work.choose(client, tuning, mix.map_or(0, |_| SUMS_OF_MIX));
     let gate = mix.and_then(|mix| mix.site.and(mix.gate));
+    let norm = mix.and_then(|mix| mix.norm);
+    let (site, gain) = mix.map_or((None, None), |mix| gates_and_gain(mix.site, mix.gate));
     let lanes = config.row.lanes;
     prefix_fwd_kernel::launch(
         client,
@@ -150,7 +149,8 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         lse.argument(1),
         logit.argument(1),
         state.argument(lanes),
-        mix.and_then(|mix| mix.site).map(|site| site.argument(lanes)).into(),
+        site.map(|site| site.argument(lanes)).into(),
+        gain.map(|gain| gain.argument(lanes)).into(),
         gate.map(|gate| gate.argument(1)).into(),
         mix.map(|mix| mix.input.argument(lanes)).into(),
         entries,
@@ -162,7 +162,9 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         d_model / lanes,
         d_model as f32,
         mix.map_or(0.0, |mix| mix.eps) as f32,
+        norm.unwrap_or_default() as f32,
         mix.is_none_or(|mix| mix.keep_first),
+        norm.is_some(),
         config,
         value.dtype,
     );
@@ -179,7 +181,8 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     lse: &mut [f32],                                // [reads, tokens, outputs]
     logit: &mut [f32],                              // [capacity, reads, tokens, outputs]
     state: &mut [Vector<E, N>],                     // [slots, tokens, outputs, vectors]
-    site: ComptimeOption<&[Vector<f32, N>]>,        // [10 * vectors + 8 / lanes]
+    site: ComptimeOption<&[Vector<f32, N>]>,        // [10 * vectors + 8 / lanes], then the gain
+    gain: ComptimeOption<&[Vector<f32, N>]>,        // [vectors], without a site
     mut gate: ComptimeOption<&mut [f32]>,           // [reads, tokens, 5]
     mut input: ComptimeOption<&mut [Vector<E, N>]>, // [tokens, vectors]
     entries: usize,
@@ -191,7 +194,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     vectors: usize,
     d_model: f32,
     eps: f32,
+    norm_eps: f32,
     #[comptime] keep_first: bool,
+    #[comptime] normed: bool,
     #[comptime] config: PrefixConfig,
     #[define(E)] _value_dtype: ElemType,
 ) {
@@ -405,6 +410,11 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
             ComptimeOption::Some(site) => {
                 let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
                 inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
+                if comptime!(normed) {
+                    let start = site_gain::<N>(vectors);
+                    let row = comptime!(config.row);
+                    inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, d_model, norm_eps, row);
+                }
                 if unit == 0 {
                     let gate = gate.as_mut().unwrap();
                     let row = (first * tokens + token) * GATES;
@@ -414,6 +424,14 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     }
                     gate[row + RHO] = f32::new(1.0);
                 }
+            }
+            ComptimeOption::None => {}
+        }
+        #[comptime]
+        match gain {
+            ComptimeOption::Some(gain) => {
+                let row = comptime!(config.row);
+                inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, d_model, norm_eps, row);
             }
             ComptimeOption::None => {}
         }

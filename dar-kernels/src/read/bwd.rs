@@ -1,14 +1,14 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
-use super::fwd::{Inputs, inputs, load, merge, partial_sums};
+use super::fwd::{Inputs, gates_and_gain, inputs, load, merge, mixed, partial_sums, sum_of_streams};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::rows::{Rows, rows};
-use crate::site::{ALPHA, BETA, GATES, RHO, ROWS, SCALARS, SiteOperands, SiteSum, site_scalar};
+use crate::site::{ALPHA, BETA, GATES, RHO, ROWS, SCALARS, SiteOperands, SiteSum, site_gain, site_scalar};
 use crate::{Dims, KernelError, Routing};
 
 /// The operands of [`read_bwd`].
@@ -23,7 +23,7 @@ pub struct ReadBwd<'a> {
     pub lse: Operand<'a>,
     /// Saved, f32. Read with `open` only. `[reads, outputs, d_model]`
     pub query: Operand<'a>,
-    /// Saved, f32, as in the forward. `[10 * d_model + 8]`
+    /// Saved, f32, as in the forward. [`packed_length`](crate::site::packed_length)
     pub site: Option<Operand<'a>>,
     /// Saved, f32, as the forward left it. `[reads, tokens, 5]`
     pub gate: Option<Operand<'a>>,
@@ -40,12 +40,16 @@ pub struct ReadBwd<'a> {
     pub d_token: Operand<'a>,
     /// Output, f32: the gradients of the site's parameters; none if they are frozen.
     pub d_site: Option<SiteOperands<'a>>,
+    /// Output, f32: with `norm`, the gradient of its gain; none if it is frozen. `[d_model]`
+    pub d_gain: Option<Operand<'a>>,
     /// Output, f32: with `open`, row `read` is written with what the merge gives. `[reads, outputs, d_model]`
     pub d_query: Operand<'a>,
     /// Which read this is.
     pub read: usize,
-    /// Epsilon of all norms.
+    /// Epsilon of the norms of keys and gates.
     pub eps: f64,
+    /// Epsilon of the branch's own norm, as in the forward.
+    pub norm: Option<f64>,
 }
 
 /// The open block's part of [`ReadBwd`].
@@ -72,11 +76,11 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     const NAME: &str = "read_bwd";
     const STATE: &str = "[tokens, outputs, d_model]";
     const BRANCH: &str = "[tokens, d_model]";
-    let ReadBwd { state, slot, lse, query, site, gate, d_input, written, open, d_token, d_site, d_query, read, eps } =
-        operands;
+    let ReadBwd { state, slot, lse, query, site, gate, d_input, written, open, .. } = operands;
+    let ReadBwd { d_token, d_site, d_gain, d_query, read, eps, norm, .. } = operands;
 
     let mut check = Check::of(NAME);
-    let shared = Inputs { state, slot, query, lse, site, gate, read, open: open.is_some() };
+    let shared = Inputs { state, slot, query, lse, site, gate, read, open: open.is_some(), norm };
     let dims = inputs(client, &mut check, shared, routing)?;
     let Dims { tokens, streams: outputs, d_model } = dims;
     let reads = query.shape[0];
@@ -88,6 +92,13 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     if written && gate.is_some() && site.is_none() {
         return Err(KernelError::value(NAME, "site", "the gates of the branch that was `written`", "none"));
     }
+    if let Some(d_gain) = &d_gain {
+        if norm.is_none() {
+            return Err(KernelError::value(NAME, "norm", "the norm whose gain's gradient `d_gain` takes", "none"));
+        }
+        check.fits("d_gain", d_gain, F32, "[d_model]", &[d_model])?;
+    }
+    let (site, gain) = gates_and_gain(site, gate);
     if let Some(d_site) = &d_site {
         if site.is_none() {
             return Err(KernelError::value(NAME, "site", "the parameters whose gradients `d_site` takes", "none"));
@@ -112,11 +123,12 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         }
     }
 
-    // What a cube sums over its tokens: rows of the site, then the query, then the site's scalars.
+    // What a cube sums over its tokens: rows of the site, then the query, the gain, then the site's scalars.
     let rows_of_site = if d_site.is_some() { ROWS } else { 0 };
     let rows_of_query = if open.is_some() { outputs } else { 0 };
+    let rows_of_gain = usize::from(d_gain.is_some());
     let scalars = if d_site.is_some() { SCALARS } else { 0 };
-    let length = (rows_of_site + rows_of_query) * d_model + scalars;
+    let length = (rows_of_site + rows_of_query + rows_of_gain) * d_model + scalars;
     let sums = length > 0;
     let cubes_of_tokens = if sums { rows(tokens, length) } else { tokens };
     let stage = sums.then(|| Rows::new(client, cubes_of_tokens, length));
@@ -128,7 +140,8 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         return Ok(());
     }
 
-    let config = choose_backward(client, dims, state.dtype, [written, d_site.is_some()], routing, tuning);
+    let what = [written, d_site.is_some(), norm.is_some(), d_gain.is_some()];
+    let config = choose_backward(client, dims, state.dtype, what, routing, tuning);
     let lanes = config.row.lanes;
     let gated = gate.filter(|_| site.is_some() || open.is_some());
     read_bwd_kernel::launch(
@@ -141,6 +154,7 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         open.map(|_| lse.argument(1)).into(),
         open.map(|_| query.argument(lanes)).into(),
         site.map(|site| site.argument(lanes)).into(),
+        gain.map(|gain| gain.argument(lanes)).into(),
         gated.map(|gate| gate.argument(1)).into(),
         d_input.argument(lanes),
         open.map(|open| open.partial.argument(lanes)).into(),
@@ -156,15 +170,24 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         d_model / lanes,
         d_model as f32,
         eps as f32,
+        norm.unwrap_or_default() as f32,
         config,
         state.dtype,
     );
+    let d_query = open.map(|_| d_query);
     match (stage, d_site) {
         (Some(stage), Some(gradients)) => {
-            let d_query = open.map(|_| d_query);
-            SiteSum { gradients, d_query, read, d_model }.sum(client, &stage, address);
+            SiteSum { gradients, d_query, d_gain, read, d_model }.sum(client, &stage, address);
         }
-        (Some(stage), None) => stage.sum(client, &d_query, read * outputs * d_model, false, address),
+        (Some(stage), None) => {
+            let queries = 0..rows_of_query * d_model;
+            if let Some(d_query) = d_query {
+                stage.sum(client, queries.clone(), &d_query, read * outputs * d_model, false, address);
+            }
+            if let Some(d_gain) = d_gain {
+                stage.sum(client, queries.end..length, &d_gain, 0, false, address);
+            }
+        }
         (None, _) => {}
     }
     Ok(())
@@ -176,7 +199,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
     state: &mut [Vector<E, N>],                         // [slots, tokens, streams, vectors]
     lse: ComptimeOption<&[f32]>,                        // [reads, tokens, streams]
     query: ComptimeOption<&[Vector<f32, N>]>,           // [reads, streams, vectors]
-    site: ComptimeOption<&[Vector<f32, N>]>,            // [10 * vectors + 8 / lanes]
+    site: ComptimeOption<&[Vector<f32, N>]>,            // [10 * vectors + 8 / lanes], then the gain
+    gain: ComptimeOption<&[Vector<f32, N>]>,            // [vectors], without a site
     gate: ComptimeOption<&[f32]>,                       // [reads, tokens, 5]
     d_input: &[Vector<E, N>],                           // [tokens, vectors]
     partial: ComptimeOption<&[Vector<E, N>]>,           // [tokens, streams, vectors]
@@ -184,7 +208,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     output: ComptimeOption<&[Vector<E, N>]>,            // [tokens, vectors]
     mut d_output: ComptimeOption<&mut [Vector<E, N>]>,  // [tokens, vectors]
     d_token: &mut [f32],                                // [reads, tokens, 2 + 2 * streams]
-    mut row_sum: ComptimeOption<&mut [Vector<f32, N>]>, // [rows, 10 * vectors, streams * vectors, 8 / lanes]
+    mut row_sum: ComptimeOption<&mut [Vector<f32, N>]>, // [rows, 10 * vectors, streams * vectors, vectors, 8 / lanes]
     slot: usize,
     read: usize,
     rows: usize,
@@ -192,6 +216,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     vectors: usize,
     d_model: f32,
     eps: f32,
+    norm_eps: f32,
     #[comptime] config: ReadConfig,
     #[define(E)] _dtype: ElemType,
 ) {
@@ -208,6 +233,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
     let gated = comptime!(gate.is_some());
     let written = comptime!(config.written);
     let trained = comptime!(config.trained);
+    let normed = comptime!(config.normed);
+    let gain_trained = comptime!(config.gain_trained);
     let width = comptime!(token_gradients(streams)); // of a row of `d_token`
     let transported = comptime!(config.written && site.is_some()); // M(rho) lies between the two states
     // Sums over the partial state beyond those of the streams.
@@ -218,14 +245,17 @@ fn read_bwd_kernel<E: Float, N: Size>(
     } else {
         0
     });
-    let mut sums = CubeSum::new(comptime!(if sited { 7 } else { 2 * streams }), comptime!(config.row));
+    let most_sums = comptime!(if sited { if normed { 11 } else { 7 } } else { 2 * streams });
+    let mut sums = CubeSum::new(most_sums, comptime!(config.row));
 
     // Gradients of the parameters over the tokens of this cube.
     let site_rows = comptime!(if trained { ROWS } else { 0 });
     let query_rows = comptime!(if opened { streams } else { 0 });
-    let mut d_rows = Array::<Vector<f32, N>>::new(comptime!(((site_rows + query_rows) * columns).max(1)));
+    let gain_row = comptime!(site_rows + query_rows); // the last one, if it is there
+    let all_rows = comptime!(gain_row + if gain_trained { 1 } else { 0 });
+    let mut d_rows = Array::<Vector<f32, N>>::new(comptime!((all_rows * columns).max(1)));
     #[unroll]
-    for k in 0..comptime!((site_rows + query_rows) * columns) {
+    for k in 0..comptime!(all_rows * columns) {
         d_rows[k] = Vector::new(0.0f32);
     }
     let mut d_scalars = Array::<f32>::new(comptime!(SCALARS));
@@ -252,7 +282,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 merged[k] = retrieved[k];
             }
         }
-        let d_inputs = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
+        let mut d_inputs = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
 
         // The merge again, and with the same sum <D^0 - D^1, P^0 - P^1>, where D is the gradient of the state after the
         // branch.
@@ -297,6 +327,41 @@ fn read_bwd_kernel<E: Float, N: Size>(
             ComptimeOption::None => {}
         }
 
+        // Through the norm of a branch without gates.
+        #[comptime]
+        match gain {
+            ComptimeOption::Some(gain) => {
+                let inputs = sum_of_streams::<N>(&merged, streams, comptime!(config.row));
+                let mut d_normed = Array::<Vector<f32, N>>::new(columns);
+                let mut squares = Vector::<f32, N>::new(0.0f32);
+                let mut along = Vector::<f32, N>::new(0.0f32);
+                #[unroll]
+                for c in 0..columns {
+                    let column = c * units + unit;
+                    d_normed[c] = d_inputs[c];
+                    if column < vectors {
+                        d_inputs[c] *= gain[column];
+                    }
+                    squares += inputs[c] * inputs[c];
+                    along += d_inputs[c] * inputs[c];
+                }
+                let mut sum = Array::<f32>::new(2usize);
+                sum[0] = lane_sum(squares);
+                sum[1] = lane_sum(along);
+                sums.sum(&mut sum);
+                let norm = inverse_rms(sum[0], d_model, norm_eps);
+                let back = norm * norm * norm * sum[1] / d_model;
+                #[unroll]
+                for c in 0..columns {
+                    d_inputs[c] = Vector::new(norm) * d_inputs[c] - Vector::new(back) * inputs[c];
+                    if comptime!(gain_trained) {
+                        d_rows[comptime!(gain_row * columns + c)] += Vector::new(norm) * inputs[c] * d_normed[c];
+                    }
+                }
+            }
+            ComptimeOption::None => {}
+        }
+
         // The gradient of the merged state.
         let mut d_merged = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
         #[comptime]
@@ -316,8 +381,40 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     }
                 }
 
-                // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1; squares of [h0; h1]; d_alpha^j = <d_input, h^j>.
-                let mut sum = Array::<f32>::new(7usize);
+                // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1; squares of [h0; h1]; d_alpha^j = <d_input, h^j>. With the
+                // branch's norm of u = alpha0 h0 + alpha1 h1, where d_input becomes gain d_input, first: <u, u>,
+                // <d_input, u>, <u, h^j>.
+                let mut sum = Array::<f32>::new(comptime!(if normed { 11usize } else { 7 }));
+                let kept = comptime!(if normed { columns } else { 1usize });
+                let mut inputs = Array::<Vector<f32, N>>::new(kept); // u
+                let mut d_normed = Array::<Vector<f32, N>>::new(kept);
+                if comptime!(normed) {
+                    inputs = mixed::<N>(&merged, &alpha, comptime!(config.row));
+                    let start = site_gain::<N>(vectors);
+                    let mut squares = Vector::<f32, N>::new(0.0f32);
+                    let mut along = Vector::<f32, N>::new(0.0f32);
+                    #[unroll]
+                    for c in 0..columns {
+                        let column = c * units + unit;
+                        d_normed[c] = d_inputs[c];
+                        if column < vectors {
+                            d_inputs[c] *= site[start + column];
+                        }
+                        squares += inputs[c] * inputs[c];
+                        along += d_inputs[c] * inputs[c];
+                    }
+                    sum[7] = lane_sum(squares);
+                    sum[8] = lane_sum(along);
+                    #[unroll]
+                    for j in 0usize..2 {
+                        let mut dot = Vector::<f32, N>::new(0.0f32);
+                        #[unroll]
+                        for c in 0..columns {
+                            dot += inputs[c] * merged[comptime!(j * columns + c)];
+                        }
+                        sum[j + 9] = lane_sum(dot);
+                    }
+                }
                 let mut squares = Vector::<f32, N>::new(0.0f32);
                 #[unroll]
                 for j in 0usize..2 {
@@ -347,6 +444,22 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     sum[k] = lane_sum(dot);
                 }
                 sums.sum(&mut sum);
+
+                if comptime!(normed) {
+                    let norm = inverse_rms(sum[7], d_model, norm_eps);
+                    let back = norm * norm * norm * sum[8] / d_model;
+                    #[unroll]
+                    for c in 0..columns {
+                        d_inputs[c] = Vector::new(norm) * d_inputs[c] - Vector::new(back) * inputs[c];
+                        if comptime!(gain_trained) {
+                            d_rows[comptime!(gain_row * columns + c)] += Vector::new(norm) * inputs[c] * d_normed[c];
+                        }
+                    }
+                    #[unroll]
+                    for j in 0usize..2 {
+                        sum[j + 5] = norm * sum[j + 5] - back * sum[j + 9];
+                    }
+                }
 
                 // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2
                 // d_model), where v = sum of scale d_logit W.
@@ -584,9 +697,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
         let row_sum = row_sum.as_mut().unwrap();
         let lanes = N::value();
         let scalars = comptime!(if trained { SCALARS / lanes } else { 0 });
-        let start = row * (comptime!(site_rows + query_rows) * vectors + scalars);
+        let start = row * (all_rows * vectors + scalars);
         #[unroll]
-        for k in 0..comptime!(site_rows + query_rows) {
+        for k in 0..all_rows {
             #[unroll]
             for c in 0..columns {
                 let column = c * units + unit;
@@ -603,7 +716,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 for lane in 0..lanes {
                     packed.insert(lane, d_scalars[comptime!(k * lanes + lane)]);
                 }
-                row_sum[start + comptime!(site_rows + query_rows) * vectors + k] = packed;
+                row_sum[start + all_rows * vectors + k] = packed;
             }
         }
     }

@@ -5,7 +5,7 @@ use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum, sigmoid};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
-use crate::site::{ALPHA, BETA, GATES, RHO, site_length, site_scalar};
+use crate::site::{ALPHA, BETA, GATES, RHO, packed_axes, packed_length, site_gain, site_scalar};
 use crate::softmax::OnlineSoftmax;
 use crate::write::written;
 use crate::{Dims, KernelError, Routing};
@@ -23,7 +23,8 @@ pub struct ReadFwd<'a> {
     pub query: Operand<'a>,
     /// Input, f32: log-sum-exps of all reads. Read with `open` only. `[reads, tokens, outputs]`
     pub lse: Operand<'a>,
-    /// Input, f32: the gates' parameters, with `gate` and two outputs; none sums the streams. `[10 * d_model + 8]`
+    /// Input, f32: the packed parameters of the read, which are those of the gates with `gate` (of two outputs), and the
+    /// gain with `norm`; none sums the streams. [`packed_length`](crate::site::packed_length)
     pub site: Option<Operand<'a>>,
     /// In place, f32: gates of all reads, of which row `read` is written with `site`, and row `read - 1` is read with
     /// `open`; none writes plain sums of one stream. `[reads, tokens, 5]`
@@ -32,8 +33,10 @@ pub struct ReadFwd<'a> {
     pub input: Operand<'a>,
     /// Which read this is.
     pub read: usize,
-    /// Epsilon of all norms.
+    /// Epsilon of the norms of keys and gates.
     pub eps: f64,
+    /// Epsilon of the branch's own norm, if that is folded in: `input` is then its output.
+    pub norm: Option<f64>,
 }
 
 /// What [`ReadFwd`] writes before it reads.
@@ -48,19 +51,19 @@ pub struct Open<'a> {
     pub partial: Operand<'a>,
 }
 
-/// The write of branch `read - 1`, then read `read`, forward (17, A.6–A.10, 13–16).
+/// The write of branch `read - 1`, then read `read`, forward (17, A.6–A.10, 13–16), and the norm of its branch.
 ///
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer, or operands are missing that others need.
 pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tuning) -> Result<(), KernelError> {
     const STATE: &str = "[tokens, outputs, d_model]";
-    let ReadFwd { state, slot, open, query, lse, site, gate, input, read, eps } = operands;
+    let ReadFwd { state, slot, open, query, lse, site, gate, input, read, eps, norm } = operands;
 
     let mut check = Check::of("read_fwd");
     let dims = inputs(
         client,
         &mut check,
-        Inputs { state, slot, query, lse, site, gate, read, open: open.is_some() },
+        Inputs { state, slot, query, lse, site, gate, read, open: open.is_some(), norm },
         routing,
     )?;
     let Dims { tokens, d_model, .. } = dims;
@@ -82,8 +85,9 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         return Ok(());
     }
 
-    let config = choose(client, dims, state.dtype, routing, tuning);
+    let config = choose(client, dims, state.dtype, routing, norm.is_some(), tuning);
     let lanes = config.row.lanes;
+    let (site, gain) = gates_and_gain(site, gate);
     read_fwd_kernel::launch(
         client,
         cubes(client, tokens, 1),
@@ -97,6 +101,7 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         open.map(|_| query.argument(lanes)).into(),
         open.map(|_| lse.argument(1)).into(),
         site.map(|site| site.argument(lanes)).into(),
+        gain.map(|gain| gain.argument(lanes)).into(),
         gate.filter(|_| site.is_some() || open.is_some()).map(|gate| gate.argument(1)).into(),
         input.argument(lanes),
         slot,
@@ -105,10 +110,50 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         d_model / lanes,
         d_model as f32,
         eps as f32,
+        norm.unwrap_or_default() as f32,
         config,
         state.dtype,
     );
     Ok(())
+}
+
+/// The packed parameters of a read as kernels take them: of gates, with the gain of the branch's norm behind them, or of
+/// that norm alone.
+pub(crate) fn gates_and_gain<'a>(
+    site: Option<Operand<'a>>,
+    gate: Option<Operand<'a>>,
+) -> (Option<Operand<'a>>, Option<Operand<'a>>) {
+    if gate.is_some() { (site, None) } else { (None, site) }
+}
+
+/// Checks the packed parameters of a read against what they are for, by the names of the arguments.
+pub(crate) fn check_packed(
+    check: &mut Check,
+    [site_name, gate_name, norm_name]: [&'static str; 3],
+    site: &Option<Operand>,
+    gate: &Option<Operand>,
+    norm: Option<f64>,
+    d_model: usize,
+) -> Result<(), KernelError> {
+    if let Some(eps) = norm {
+        check.epsilon(norm_name, eps)?;
+    }
+    let (gates, gain) = (gate.is_some(), norm.is_some());
+    match site {
+        None if gain => {
+            let expected = format!("the parameters of the read, with the gain of `{norm_name}`");
+            Err(KernelError::value(check.operation, site_name, expected, "none"))
+        }
+        None => Ok(()),
+        Some(_) if !gates && !gain => {
+            let expected = format!("the gates of all reads, as `{site_name}` is there");
+            Err(KernelError::value(check.operation, gate_name, expected, "none"))
+        }
+        Some(site) => {
+            let length = packed_length(d_model, gates, gain);
+            check.fits(site_name, site, F32, packed_axes(gates, gain), &[length]).map(|_| ())
+        }
+    }
 }
 
 /// What forward and backward share.
@@ -121,6 +166,7 @@ pub(super) struct Inputs<'a> {
     pub(super) gate: Option<Operand<'a>>,
     pub(super) read: usize,
     pub(super) open: bool,
+    pub(super) norm: Option<f64>,
 }
 
 /// Checks what forward and backward share; the sizes of the states.
@@ -130,7 +176,7 @@ pub(super) fn inputs(
     inputs: Inputs,
     routing: Routing,
 ) -> Result<Dims, KernelError> {
-    let Inputs { state, slot, query, lse, site, gate, read, open } = inputs;
+    let Inputs { state, slot, query, lse, site, gate, read, open, norm } = inputs;
     let &[slots, tokens, outputs @ (1..), d_model @ (1..)] = state.shape else {
         let expected = "[slots, tokens, outputs, d_model] with outputs ≥ 1 and d_model ≥ 1";
         return Err(check.wrong_shape("state", &state, expected));
@@ -162,17 +208,7 @@ pub(super) fn inputs(
     if let Some(gate) = &gate {
         check.fits("gate", gate, F32, "[reads, tokens, 5]", &[reads, tokens, GATES])?;
     }
-    if let Some(site) = &site {
-        if gate.is_none() {
-            return Err(KernelError::value(
-                check.operation,
-                "gate",
-                "the gates of all reads, as `site` is there",
-                "none",
-            ));
-        }
-        check.fits("site", site, F32, "[10 * d_model + 8]", &[site_length(d_model)])?;
-    }
+    check_packed(check, ["site", "gate", "norm"], &site, &gate, norm, d_model)?;
     Ok(Dims { tokens, streams: outputs, d_model })
 }
 
@@ -185,7 +221,8 @@ fn read_fwd_kernel<E: Float, N: Size>(
     mut partial: ComptimeOption<&mut [Vector<E, N>]>, // [tokens, streams, vectors]
     query: ComptimeOption<&[Vector<f32, N>]>,         // [reads, streams, vectors]
     lse: ComptimeOption<&[f32]>,                      // [reads, tokens, streams]
-    site: ComptimeOption<&[Vector<f32, N>]>,          // [10 * vectors + 8 / lanes]
+    site: ComptimeOption<&[Vector<f32, N>]>,          // [10 * vectors + 8 / lanes], then the gain
+    gain: ComptimeOption<&[Vector<f32, N>]>,          // [vectors], without a site
     mut gate: ComptimeOption<&mut [f32]>,             // [reads, tokens, 5]
     input: &mut [Vector<E, N>],                       // [tokens, vectors]
     slot: usize,
@@ -194,6 +231,7 @@ fn read_fwd_kernel<E: Float, N: Size>(
     vectors: usize,
     d_model: f32,
     eps: f32,
+    norm_eps: f32,
     #[comptime] config: ReadConfig,
     #[define(E)] _dtype: ElemType,
 ) {
@@ -264,17 +302,19 @@ fn read_fwd_kernel<E: Float, N: Size>(
         ComptimeOption::None => {}
     }
 
+    let mut inputs = Array::<Vector<f32, N>>::new(columns);
+    if comptime!(!sited) {
+        inputs = sum_of_streams::<N>(&merged, streams, comptime!(config.row));
+    }
     #[comptime]
     match site {
         ComptimeOption::Some(site) => {
             let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
-            let mixed = mixed::<N>(&merged, &gates, comptime!(config.row));
-            #[unroll]
-            for c in 0..columns {
-                let column = c * units + unit;
-                if column < vectors {
-                    input[token * vectors + column] = Vector::cast_from(mixed[c]);
-                }
+            inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
+            if comptime!(config.normed) {
+                let start = site_gain::<N>(vectors);
+                let row = comptime!(config.row);
+                inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, d_model, norm_eps, row);
             }
             if unit == 0 {
                 let gate = gate.as_mut().unwrap();
@@ -286,15 +326,21 @@ fn read_fwd_kernel<E: Float, N: Size>(
                 gate[row + RHO] = rho;
             }
         }
-        ComptimeOption::None => {
-            let sum = sum_of_streams::<N>(&merged, streams, comptime!(config.row));
-            #[unroll]
-            for c in 0..columns {
-                let column = c * units + unit;
-                if column < vectors {
-                    input[token * vectors + column] = Vector::cast_from(sum[c]);
-                }
-            }
+        ComptimeOption::None => {}
+    }
+    #[comptime]
+    match gain {
+        ComptimeOption::Some(gain) => {
+            let row = comptime!(config.row);
+            inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, d_model, norm_eps, row);
+        }
+        ComptimeOption::None => {}
+    }
+    #[unroll]
+    for c in 0..columns {
+        let column = c * units + unit;
+        if column < vectors {
+            input[token * vectors + column] = Vector::cast_from(inputs[c]);
         }
     }
 }
@@ -364,6 +410,42 @@ pub(crate) fn mixed<N: Size>(
             Vector::new(gates[ALPHA]) * merged[c] + Vector::new(gates[ALPHA + 1]) * merged[comptime!(columns + c)];
     }
     mixed
+}
+
+/// RMSNorm with a gain of a branch input: a unit's columns. `start`: where the gain lies.
+#[cube]
+#[expect(clippy::too_many_arguments, reason = "everything of one token")]
+pub(crate) fn normalised<N: Size>(
+    input: &Array<Vector<f32, N>>,
+    gain: &[Vector<f32, N>],
+    start: usize,
+    sums: &mut CubeSum,
+    vectors: usize,
+    d_model: f32,
+    eps: f32,
+    #[comptime] config: Row,
+) -> Array<Vector<f32, N>> {
+    let columns = comptime!(config.columns);
+    let mut normalised = Array::<Vector<f32, N>>::new(columns);
+    let mut squares = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for c in 0..columns {
+        let column = c * comptime!(config.units) + UNIT_POS_X as usize;
+        squares += input[c] * input[c];
+        normalised[c] = Vector::new(0.0f32);
+        if column < vectors {
+            normalised[c] = gain[start + column];
+        }
+    }
+    let mut sum = Array::<f32>::new(1usize);
+    sum[0] = lane_sum(squares);
+    sums.sum(&mut sum);
+    let norm = inverse_rms(sum[0], d_model, eps);
+    #[unroll]
+    for c in 0..columns {
+        normalised[c] *= Vector::new(norm) * input[c];
+    }
+    normalised
 }
 
 /// What a read without gates gives: a unit's columns.

@@ -12,6 +12,7 @@
 //!   alpha^j  = sigmoid(s_alpha norm([h0; h1]) W_alpha^j + b_alpha^j)       (13, 14) second sum
 //!   beta^j   = 2 sigmoid(s_beta norm([h0; h1]) W_beta^j + b_beta^j)        (13, 14)
 //!   input    = alpha0 h0 + alpha1 h1                                       (15)
+//!   input    = norm(input) gain, if the branch's own norm is folded in             third sum
 //! ```
 //!
 //! What is there decides what a read is:
@@ -30,6 +31,7 @@
 //!
 //! ```text
 //!   through a norm:  d_x = n (d_x̂ - x̂ <d_x̂, x̂> / length);  <d_x̂, x̂> is known from the forward's sums
+//!   d_input  = (norm of u = alpha0 h0 + alpha1 h1): gain d_input, if the branch's norm is folded in
 //!   d_h^j    = alpha^j d_input + (norm of [h0; h1]): sum of s W d_gate_logit          (13–15)
 //!   d_hist^j = lambda^j d_h^j, in hist's place;  d_lse^j = -d_a^j
 //!            = lambda^j (1 - lambda^j) <d_h^j, hist^j - P^value(j)>
@@ -39,7 +41,7 @@
 //!   d_P      = M(rho) d_P' + (1 - lambda^j) d_h^j at value(j), (norm of P^key(j)): d_a^j q^j,
 //!              (norm of [P0; P1]): s W_rho d_rho_logit; in d_P''s place
 //!   d_y      = sum over j of beta^j d_P^j;  d_beta^j = <d_P^j, y>, of the branch before
-//!   d_W, d_q, d_bias, d_scale: a row a cube, then the sum of the rows, into the parameters' own shapes
+//!   d_W, d_q, d_gain, d_bias, d_scale: a row a cube, then the sum of the rows, into the parameters' own shapes
 //! ```
 //!
 //! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no
@@ -52,4 +54,4 @@ mod fwd;
 
 pub use bwd::{OpenBwd, ReadBwd, read_bwd};
 pub use fwd::{Open, ReadFwd, read_fwd};
-pub(crate) use fwd::{mixed, mixing_gates, sum_of_streams};
+pub(crate) use fwd::{check_packed, gates_and_gain, mixed, mixing_gates, normalised, sum_of_streams};

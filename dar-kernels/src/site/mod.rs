@@ -3,6 +3,7 @@
 //! ```text
 //! site:  rows alpha0, alpha1, beta0, beta1, rho, each for stream 0, then stream 1      [5, 2, d_model]
 //!        biases alpha0, alpha1, beta0, beta1, rho; scales alpha, beta, rho             [8]
+//!        with a norm of the branch behind the read: its gain                           [d_model]
 //! gate:  alpha0, alpha1, beta0, beta1, rho of every read and token                     [reads, tokens, 5]
 //! ```
 //!
@@ -36,6 +37,21 @@ pub(crate) const SCALARS: usize = GATES + 3;
 /// Elements of a packed site.
 pub const fn site_length(d_model: usize) -> usize {
     ROWS * d_model + SCALARS
+}
+
+/// Elements of the packed parameters of a read: those of its gates, if it has them, then the gain of the norm of its
+/// branch, if that is folded in.
+pub const fn packed_length(d_model: usize, gates: bool, gain: bool) -> usize {
+    (if gates { site_length(d_model) } else { 0 }) + (if gain { d_model } else { 0 })
+}
+
+/// The name of that length in messages.
+pub(crate) const fn packed_axes(gates: bool, gain: bool) -> &'static str {
+    match (gates, gain) {
+        (true, false) => "[10 * d_model + 8]",
+        (true, true) => "[10 * d_model + 8 + d_model]",
+        (false, _) => "[d_model]",
+    }
 }
 
 /// The parameters of a gate `sigmoid(scale * (norm(x) W) + bias)`, or their gradients.
@@ -82,4 +98,11 @@ impl SiteOperands<'_> {
 pub(crate) fn site_scalar<N: Size>(site: &[Vector<f32, N>], vectors: usize, #[comptime] k: usize) -> f32 {
     let lanes = N::value();
     site[ROWS * vectors + comptime!(k / lanes)].extract(comptime!(k % lanes))
+}
+
+/// Where the gain of the branch's norm begins in a packed site.
+#[cube]
+pub(crate) fn site_gain<N: Size>(vectors: usize) -> usize {
+    let lanes = N::value();
+    ROWS * vectors + comptime!(SCALARS / lanes)
 }

@@ -1,6 +1,6 @@
 use cubecl::prelude::*;
 
-use super::{GATES, GateOperands, ROWS, SCALARS, SiteOperands, site_length};
+use super::{GATES, GateOperands, ROWS, SCALARS, SiteOperands, packed_axes, packed_length};
 use crate::KernelError;
 use crate::launch::{element_index, elements};
 use crate::operand::{Check, F32, Operand};
@@ -13,7 +13,9 @@ const UNITS: usize = 64;
 pub struct PackSite<'a> {
     /// Input, all nine in f32, f16 or bf16.
     pub parameters: SiteOperands<'a>,
-    /// Output, f32. `[10 * d_model + 8]`
+    /// Input, in the same type: the gain of the norm of the branch behind the read, if that is folded in. `[d_model]`
+    pub gain: Option<Operand<'a>>,
+    /// Output, f32. `[10 * d_model + 8]`, with `gain` `[10 * d_model + 8 + d_model]`
     pub site: Operand<'a>,
 }
 
@@ -22,7 +24,7 @@ pub struct PackSite<'a> {
 /// # Errors
 /// If an operand has another shape, element type or a too short buffer.
 pub fn pack_site(client: &Client, operands: PackSite) -> Result<(), KernelError> {
-    let PackSite { parameters, site } = operands;
+    let PackSite { parameters, gain, site } = operands;
     let SiteOperands { alpha, beta, rho } = parameters;
 
     let mut check = Check::of("pack_site");
@@ -33,8 +35,11 @@ pub fn pack_site(client: &Client, operands: PackSite) -> Result<(), KernelError>
     };
     check.storage("alpha.weight", &alpha.weight, client)?;
     parameters.check(&mut check, d_model, dtype)?;
-    let length = site_length(d_model);
-    check.fits("site", &site, F32, "[10 * d_model + 8]", &[length])?;
+    if let Some(gain) = &gain {
+        check.fits("gain", gain, dtype, "[d_model]", &[d_model])?;
+    }
+    let length = packed_length(d_model, true, gain.is_some());
+    check.fits("site", &site, F32, packed_axes(true, gain.is_some()), &[length])?;
     let address = check.address(client)?;
 
     let (count, dim) = elements(client, length, UNITS);
@@ -56,7 +61,9 @@ pub fn pack_site(client: &Client, operands: PackSite) -> Result<(), KernelError>
         rho_weight,
         rho_bias,
         rho_scale,
+        gain.map(|gain| gain.argument(1)).into(),
         site.argument(1),
+        length,
         d_model,
         dtype,
     );
@@ -66,21 +73,23 @@ pub fn pack_site(client: &Client, operands: PackSite) -> Result<(), KernelError>
 #[cube(launch, address_type = "dynamic")]
 #[expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
 fn pack_site_kernel<P: Float>(
-    alpha_weight: &[P], // [2, d_model, 2]
-    alpha_bias: &[P],   // [2]
-    alpha_scale: &[P],  // [1]
-    beta_weight: &[P],  // [2, d_model, 2]
-    beta_bias: &[P],    // [2]
-    beta_scale: &[P],   // [1]
-    rho_weight: &[P],   // [2, d_model, 1]
-    rho_bias: &[P],     // [1]
-    rho_scale: &[P],    // [1]
-    site: &mut [f32],   // [5, 2, d_model], then [8]
+    alpha_weight: &[P],         // [2, d_model, 2]
+    alpha_bias: &[P],           // [2]
+    alpha_scale: &[P],          // [1]
+    beta_weight: &[P],          // [2, d_model, 2]
+    beta_bias: &[P],            // [2]
+    beta_scale: &[P],           // [1]
+    rho_weight: &[P],           // [2, d_model, 1]
+    rho_bias: &[P],             // [1]
+    rho_scale: &[P],            // [1]
+    gain: ComptimeOption<&[P]>, // [d_model]
+    site: &mut [f32],           // [5, 2, d_model], then [8], then [d_model]
+    length: usize,
     d_model: usize,
     #[define(P)] _dtype: ElemType,
 ) {
     let position = element_index();
-    if position >= ROWS * d_model + SCALARS {
+    if position >= length {
         terminate!();
     }
     if position < ROWS * d_model {
@@ -93,7 +102,7 @@ fn pack_site_kernel<P: Float>(
         } else {
             site[position] = f32::cast_from(rho_weight[row]);
         }
-    } else {
+    } else if position < ROWS * d_model + SCALARS {
         let scalar = position - ROWS * d_model;
         if scalar < 2 {
             site[position] = f32::cast_from(alpha_bias[scalar]);
@@ -107,6 +116,14 @@ fn pack_site_kernel<P: Float>(
             site[position] = f32::cast_from(beta_scale[0]);
         } else {
             site[position] = f32::cast_from(rho_scale[0]);
+        }
+    } else {
+        #[comptime]
+        match gain {
+            ComptimeOption::Some(gain) => {
+                site[position] = f32::cast_from(gain[position - (ROWS * d_model + SCALARS)]);
+            }
+            ComptimeOption::None => {}
         }
     }
 }

@@ -6,18 +6,20 @@ use crate::operand::Operand;
 use crate::rows::{Rows, SUM_UNITS, sum_of_column};
 
 /// The second stage of the gradients of a site: sums rows that are laid out as `[10 * d_model]` of the gates' rows,
-/// those of a query, and `[8]` scalars, straight into the parameters' own shapes.
+/// those of a query, that of a gain, and `[8]` scalars, straight into the parameters' own shapes.
 pub(crate) struct SiteSum<'a> {
     pub(crate) gradients: SiteOperands<'a>,
     /// All queries, of which that of `read` is written. `[reads, 2, d_model]`
     pub(crate) d_query: Option<Operand<'a>>,
+    /// `[d_model]`
+    pub(crate) d_gain: Option<Operand<'a>>,
     pub(crate) read: usize,
     pub(crate) d_model: usize,
 }
 
 impl SiteSum<'_> {
     pub(crate) fn sum(self, client: &Client, stage: &Rows, address: AddressType) {
-        let Self { gradients: SiteOperands { alpha, beta, rho }, d_query, read, d_model } = self;
+        let Self { gradients: SiteOperands { alpha, beta, rho }, d_query, d_gain, read, d_model } = self;
         let row = stage.operand();
         let &[rows, length] = row.shape else { unreachable!("rows of a first stage have two axes") };
         let (count, dim) = elements(client, length, SUM_UNITS);
@@ -43,6 +45,7 @@ impl SiteSum<'_> {
             rho_bias,
             rho_scale,
             d_query.map(|d_query| d_query.argument(1)).into(),
+            d_gain.map(|d_gain| d_gain.argument(1)).into(),
             read,
             rows,
             length,
@@ -65,6 +68,7 @@ fn sum_site_kernel(
     rho_bias: &mut [f32],                    // [1]
     rho_scale: &mut [f32],                   // [1]
     mut d_query: ComptimeOption<&mut [f32]>, // [reads, 2, d_model]
+    mut d_gain: ComptimeOption<&mut [f32]>,  // [d_model]
     read: usize,
     rows: usize,
     length: usize,
@@ -87,9 +91,16 @@ fn sum_site_kernel(
             rho_weight[feature] = total;
         }
     } else if column < scalars {
-        if comptime!(d_query.is_some()) {
-            let d_query = d_query.as_mut().unwrap();
-            d_query[2 * read * d_model + column - ROWS * d_model] = total;
+        let row = column - ROWS * d_model;
+        let before = comptime!(if d_query.is_some() { 2usize } else { 0 }) * d_model; // the query's rows
+        if row < before {
+            if comptime!(d_query.is_some()) {
+                let d_query = d_query.as_mut().unwrap();
+                d_query[2 * read * d_model + row] = total;
+            }
+        } else if comptime!(d_gain.is_some()) {
+            let d_gain = d_gain.as_mut().unwrap();
+            d_gain[row - before] = total;
         }
     } else {
         let scalar = column - scalars;

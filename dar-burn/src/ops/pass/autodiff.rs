@@ -17,8 +17,8 @@ use burn::backend::{Backend, TensorMetadata, backend_extension};
 use burn::tensor::{DType, Shape};
 
 use super::Plan;
-use super::kernels::{OptionalSite, OptionalTensor, PassKernels, Site};
-use super::tape::{Link, Position, ReadGradients, Shared};
+use super::kernels::{OptionalSite, OptionalTensor, PassKernels, Site, Wanted};
+use super::tape::{Link, Parameters, Position, ReadGradients, Shared};
 
 /// The operations of a pass.
 #[backend_extension(Autodiff, Cube: cfg(feature = "cube"), Flex: cfg(feature = "flex"))]
@@ -26,11 +26,14 @@ pub(crate) trait PassOps: Backend {
     /// Begins a pass: fills `link` and returns the chain.
     fn pass_start(embedding: FloatTensor<Self>, query: FloatTensor<Self>, plan: Plan, link: Link) -> FloatTensor<Self>;
 
-    /// Read `read` from where `link` says: fills `forward` and returns the branch input and the chain.
+    /// Read `read` from where `link` says: fills `forward` and returns the branch input and the chain. With `gain` the
+    /// branch input is normalised, with epsilon `norm`.
     fn pass_read(
         chain: FloatTensor<Self>,
         #[extension_type] output: OptionalTensor<Self>,
         #[extension_type] site: OptionalSite<Self>,
+        #[extension_type] gain: OptionalTensor<Self>,
+        norm: Option<f64>,
         read: usize,
         link: Link,
         forward: Link,
@@ -65,12 +68,15 @@ macro_rules! untracked {
                 chain: FloatTensor<Self>,
                 output: OptionalTensor<Self>,
                 site: OptionalSite<Self>,
+                gain: OptionalTensor<Self>,
+                norm: Option<f64>,
                 read: usize,
                 link: Link,
                 forward: Link,
             ) -> (FloatTensor<Self>, FloatTensor<Self>) {
                 let position = link.get::<Self>();
-                let (input, position) = position.read(read, output.into_option(), site.into_option(), false);
+                let parameters = Parameters { site: site.into_option(), gain: gain.into_option(), norm };
+                let (input, position) = position.read(read, output.into_option(), parameters, false);
                 forward.set(position);
                 (input, chain)
             }
@@ -98,25 +104,33 @@ impl<B: PassKernels, C: CheckpointStrategy> PassOps for Autodiff<B, C> {
         chain: FloatTensor<Self>,
         output: OptionalTensor<Self>,
         site: OptionalSite<Self>,
+        gain: OptionalTensor<Self>,
+        norm: Option<f64>,
         read: usize,
         link: Link,
         forward: Link,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (position, output) = (link.get::<B>(), output.into_option());
-        // An output that is not there is the chain once more, and gets nothing.
-        let nodes = [chain.node(), output.as_ref().unwrap_or(&chain).node()];
-        let output = output.map(FloatTensor::<Self>::into_primitive);
+        let gain = gain.into_option();
+        // What is not there is the chain once more, and gets nothing.
+        let nodes = [Some(&chain), output.as_ref(), gain.as_ref()].map(|tensor| tensor.unwrap_or(&chain).node());
+        let mut dtypes: Vec<_> = gain.iter().map(|gain| gain.dtype()).collect();
+        let [output, gain] = [output, gain].map(|tensor| tensor.map(FloatTensor::<Self>::into_primitive));
         let chain = chain.into_primitive();
-        let hub = Hub { position, chain, output, read };
         let (input, chain, position) = match site.into_option() {
-            None => hub.record::<C, 2>(nodes, None, Vec::new()),
+            None => {
+                let parameters = Parameters { site: None, gain, norm };
+                Hub { position, chain, output, parameters, read }.record::<C, 3>(nodes, dtypes)
+            }
             Some(site) => {
                 let parameters = site.into_array();
                 let [a, b, c, d, e, f, g, h, i] = parameters.each_ref().map(|parameter| parameter.node());
-                let [chain, output] = nodes;
-                let dtypes = parameters.each_ref().map(|parameter| parameter.dtype());
+                let [of_chain, of_output, of_gain] = nodes;
+                dtypes.extend(parameters.each_ref().map(|parameter| parameter.dtype()));
                 let site = Site::from_array(parameters.map(FloatTensor::<Self>::into_primitive));
-                hub.record::<C, 11>([chain, output, a, b, c, d, e, f, g, h, i], Some(site), dtypes.to_vec())
+                let parameters = Parameters { site: Some(site), gain, norm };
+                let nodes = [of_chain, of_output, of_gain, a, b, c, d, e, f, g, h, i];
+                Hub { position, chain, output, parameters, read }.record::<C, 12>(nodes, dtypes)
             }
         };
         forward.set(position);
@@ -132,27 +146,29 @@ struct Hub<B: PassKernels> {
     position: Position<B>,
     chain: FloatTensor<B>,
     output: Option<FloatTensor<B>>,
+    parameters: Parameters<B>,
     read: usize,
 }
 
 impl<B: PassKernels> Hub<B> {
-    /// Makes the read and its nodes. `nodes`: chain, output, parameters of the site.
+    /// Makes the read and its nodes. `nodes`: chain, output, gain, parameters of the site; `dtypes`: of the parameters that
+    /// are there.
     fn record<C: CheckpointStrategy, const N: usize>(
         self,
         nodes: [NodeGuard; N],
-        site: Option<Site<B>>,
         dtypes: Vec<DType>,
     ) -> Recorded<B, C> {
-        let Self { position, chain, output, read } = self;
+        let Self { position, chain, output, parameters, read } = self;
+        let normed = parameters.gain.is_some();
         let (before, mailbox, written) = (position.mailbox.clone(), Mailbox::default(), output.is_some());
         let hub = HubNode.prepare::<C>(nodes).compute_bound().stateful();
         let keep = matches!(hub, OpsKind::Tracked(_));
-        let (input, mut position) = position.read(read, output, site, keep);
+        let (input, mut position) = position.read(read, output, parameters, keep);
         position.mailbox = Some(mailbox.clone());
         let hub = match hub {
             OpsKind::Tracked(prep) => {
                 let (tape, own) = (position.tape.clone(), mailbox.clone());
-                let step = Step { tape, read, written, dtypes, chain: chain.clone(), mailbox: own, before };
+                let step = Step { tape, read, written, normed, dtypes, chain: chain.clone(), mailbox: own, before };
                 prep.finish(step, chain.clone())
             }
             OpsKind::UnTracked(prep) => prep.finish(chain.clone()),
@@ -214,7 +230,9 @@ struct Step<B: PassKernels> {
     read: usize,
     /// Whether the second parent is an output.
     written: bool,
-    /// Of the parameters.
+    /// Whether the third parent is a gain.
+    normed: bool,
+    /// Of the parameters, the gain first.
     dtypes: Vec<DType>,
     chain: FloatTensor<B>,
     mailbox: Mailbox<B>,
@@ -228,6 +246,7 @@ impl<B: PassKernels> Clone for Step<B> {
             tape: self.tape.clone(),
             read: self.read,
             written: self.written,
+            normed: self.normed,
             dtypes: self.dtypes.clone(),
             chain: self.chain.clone(),
             mailbox: self.mailbox.clone(),
@@ -278,21 +297,29 @@ impl<B: PassKernels, const N: usize> Backward<B, N> for HubNode {
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
         drop(grads.consume::<B>(&ops.node));
-        let Step { tape, read, written, dtypes, chain, mailbox, before } = ops.state;
+        let Step { tape, read, written, normed, dtypes, chain, mailbox, before } = ops.state;
         let d_input = mailbox.lock().d_input.take();
         let parents = ops.parents.each_ref().map(|parent| parent.as_ref().map(|parent| parent.id));
-        let parameters = parents[2..].iter().any(Option::is_some);
-        let ReadGradients { d_output, d_site } = tape.read_backward(read, d_input, parameters);
+        let wanted = Wanted { site: parents[3..].iter().any(Option::is_some), gain: normed && parents[2].is_some() };
+        let ReadGradients { d_output, d_site, d_gain } = tape.read_backward(read, d_input, wanted);
 
         if let (true, Some(output), Some(gradient)) = (written, parents[1], d_output) {
             grads.register::<B>(output, gradient);
         }
+        // In the types of the parameters.
+        let mut dtypes = dtypes.into_iter();
+        let mut register = |parent: Option<NodeId>, gradient: Option<FloatTensor<B>>, dtype: Option<DType>| {
+            if let (Some(parent), Some(gradient), Some(dtype)) = (parent, gradient, dtype) {
+                let same = gradient.dtype() == dtype;
+                grads.register::<B>(parent, if same { gradient } else { B::float_cast(gradient, dtype.into()) });
+            }
+        };
+        if normed {
+            register(parents[2], d_gain, dtypes.next());
+        }
         if let Some(site) = d_site {
-            for ((parent, gradient), dtype) in parents[2..].iter().zip(site.into_array()).zip(dtypes) {
-                if let &Some(parent) = parent {
-                    let same = gradient.dtype() == dtype;
-                    grads.register::<B>(parent, if same { gradient } else { B::float_cast(gradient, dtype.into()) });
-                }
+            for (&parent, gradient) in parents[3..].iter().zip(site.into_array()) {
+                register(parent, Some(gradient), dtypes.next());
             }
         }
         match (parents[0], before) {

@@ -14,13 +14,13 @@ use dar_kernels::prefix::{
     Mix, PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
 use dar_kernels::read::{Open, OpenBwd, ReadBwd, ReadFwd, read_bwd, read_fwd};
-use dar_kernels::site::{GateOperands, PackSite, SiteOperands, pack_site, site_length};
+use dar_kernels::site::{GateOperands, PackSite, SiteOperands, pack_site, packed_length};
 use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, write_fwd};
 use dar_kernels::{KernelError, Operand, Routing, Tuning};
 
 use super::kernels::{
-    OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients,
-    ReadOutput, Site, Write,
+    Norms, OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward,
+    ReadGradients, ReadOutput, Site, Wanted, Write,
 };
 use super::parameter_dtype;
 use crate::ops::numeric::require;
@@ -86,16 +86,26 @@ impl PassKernels for CubeBackend {
         x.copy()
     }
 
-    fn pass_pack_site(site: Site<Self>, storage: DType) -> FloatTensor<Self> {
+    fn pass_pack_site(site: OptionalSite<Self>, gain: OptionalTensor<Self>, storage: DType) -> FloatTensor<Self> {
+        let (dtype, gain) = (parameter_dtype(storage), gain.into_option());
+        let cast = |parameter: CubeTensor| {
+            if parameter.dtype == dtype { parameter } else { Self::float_cast(parameter, dtype.into()) }
+        };
+        let Some(site) = site.into_option() else {
+            return cast(gain.expect("a read whose parameters are packed has some"));
+        };
         let parameters = site.into_array();
-        let dtype = parameters[0].dtype;
-        let same = parameters.iter().all(|parameter| parameter.dtype == dtype);
-        let parameters = parameters.map(|parameter| {
-            Rows::new(if same { parameter } else { Self::float_cast(parameter, parameter_dtype(storage).into()) })
-        });
+        let own = parameters[0].dtype;
+        let same = parameters.iter().chain(&gain).all(|parameter| parameter.dtype == own);
+        let rows = |parameter| Rows::new(if same { parameter } else { cast(parameter) });
+        let (parameters, gain) = (parameters.map(rows), gain.map(rows));
         let d_model = parameters[0].shape::<2>()[0] / 2;
-        let site = parameters[0].empty([site_length(d_model)], parameter_dtype(storage));
-        let operands = PackSite { parameters: site_operands(&parameters), site: site.operand() };
+        let site = parameters[0].empty([packed_length(d_model, true, gain.is_some())], dtype);
+        let operands = PackSite {
+            parameters: site_operands(&parameters),
+            gain: gain.as_ref().map(Rows::operand),
+            site: site.operand(),
+        };
         launched(pack_site(&site.0.client, operands));
         site.0
     }
@@ -198,7 +208,7 @@ impl PassKernels for CubeBackend {
         count: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
+        norms: Norms,
         keep: bool,
     ) -> OpenOutput<Self> {
         let Prefix { value, inv_rms, query, lse, logit, state } = prefix;
@@ -212,7 +222,8 @@ impl PassKernels for CubeBackend {
             gate: gate.as_ref().filter(|_| site.is_some()).map(Rows::operand),
             input: input.operand(),
             keep_first: keep,
-            eps,
+            eps: norms.eps,
+            norm: norms.branch,
         };
         let operands = PrefixFwd {
             value: value.operand(),
@@ -232,7 +243,7 @@ impl PassKernels for CubeBackend {
         OpenOutput { input: input.0, lse: lse.0, logit: logit.0, state: state.0, gate: given(gate) }
     }
 
-    fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, eps: f64) -> ReadOutput<Self> {
+    fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, norms: Norms) -> ReadOutput<Self> {
         let [state, query, lse] = [read.state, read.query, read.lse].map(Rows::new);
         let [before, output, site, gate] = [read.before, read.output, read.site, read.gate].map(Rows::optional);
         let [_, tokens, streams, d_model] = state.shape();
@@ -254,7 +265,8 @@ impl PassKernels for CubeBackend {
             gate: gate.as_ref().map(Rows::operand),
             input: input.operand(),
             read: index,
-            eps,
+            eps: norms.eps,
+            norm: norms.branch,
         };
         launched(read_fwd(&state.0.client, operands, routing, Tuning::default()));
         ReadOutput { input: input.0, partial: given(partial), gate: given(gate) }
@@ -265,8 +277,8 @@ impl PassKernels for CubeBackend {
         index: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
-        parameters: bool,
+        norms: Norms,
+        wanted: Wanted,
     ) -> ReadGradients<Self> {
         let [state, query, lse, d_token, d_query] =
             [read.state, read.query, read.lse, read.d_token, read.d_query].map(Rows::new);
@@ -285,8 +297,9 @@ impl PassKernels for CubeBackend {
         let d_output = output.as_ref().zip(gate.as_ref()).map(|_| state.empty([tokens, d_model], dtype));
         let d_site = site
             .as_ref()
-            .filter(|_| parameters)
+            .filter(|_| wanted.site)
             .map(|site| Site::<Self>::shapes(d_model).map(|shape| site.empty(shape, site.0.dtype)));
+        let d_gain = site.as_ref().filter(|_| wanted.gain).map(|site| site.empty([d_model], site.0.dtype));
         let open = partial.as_ref().zip(d_partial.as_ref()).map(|(partial, d_partial)| OpenBwd {
             partial: partial.operand(),
             d_partial: d_partial.operand(),
@@ -305,24 +318,24 @@ impl PassKernels for CubeBackend {
             open,
             d_token: d_token.operand(),
             d_site: d_site.as_ref().map(site_operands),
+            d_gain: d_gain.as_ref().map(Rows::operand),
             d_query: d_query.operand(),
             read: index,
-            eps,
+            eps: norms.eps,
+            norm: norms.branch,
         };
         launched(read_bwd(&state.0.client, operands, routing, Tuning::default()));
         let d_output = match (&d_partial, &gate) {
             (Some(d_partial), None) => Some(d_partial.as_shape([tokens, d_model])),
             _ => d_output,
         };
-        let d_site = match d_site {
-            Some(d_site) => OptionalSite::Given(Site::from_array(d_site.map(|rows| rows.0))),
-            None => OptionalSite::Absent,
-        };
+        let d_site = d_site.map(|d_site| Site::from_array(d_site.map(|rows| rows.0))).into();
         ReadGradients {
             state: state.0,
             d_partial: given(d_partial),
             d_output: given(d_output),
             d_site,
+            d_gain: given(d_gain),
             d_token: d_token.0,
             d_query: d_query.0,
         }

@@ -7,11 +7,11 @@ use burn::tensor::{DType, Shape, Tensor, activation::sigmoid};
 use dar_kernels::Routing;
 
 use super::kernels::{
-    OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward, ReadGradients,
-    ReadOutput, Site, Write,
+    Norms, OpenOutput, OptionalSite, OptionalTensor, PassKernels, Prefix, QueryBackward, Read, ReadBackward,
+    ReadGradients, ReadOutput, Site, Wanted, Write,
 };
 use super::parameter_dtype;
-use crate::ops::numeric::{accumulate, accumulator, inverse_rms};
+use crate::ops::numeric::{BranchNorm, accumulate, accumulator, inverse_rms};
 use crate::ops::read::{GateWeights, SiteWeights, residual_read, residual_read_first};
 use crate::ops::retrieve::{Retrieved, merge};
 use crate::ops::write::{write, write_first};
@@ -74,6 +74,16 @@ fn unpack(site: &Tensor<1>, d_model: usize) -> SiteWeights {
     SiteWeights { alpha: gate(0, 2, 0), beta: gate(2, 2, 1), rho: gate(4, 1, 2) }
 }
 
+/// Whether packed parameters hold those of gates.
+fn has_gates(packed: &Tensor<1>, d_model: usize) -> bool {
+    packed.dims()[0] > d_model
+}
+
+/// The gain of the branch's norm, at the end of packed parameters.
+fn gain(packed: &Tensor<1>, d_model: usize) -> Tensor<1> {
+    packed.clone().narrow(0, packed.dims()[0] - d_model, d_model)
+}
+
 /// The state after branch `branch`. `[tokens, streams, d_model]`
 fn written(operands: Write<Flex>, branch: usize, streams: usize) -> Tensor<3> {
     let before = optional::<3>(operands.before);
@@ -134,21 +144,17 @@ impl PassKernels for Flex {
         x // writes copy what is shared
     }
 
-    fn pass_pack_site(site: Site<Self>, storage: DType) -> FloatTensor<Self> {
+    fn pass_pack_site(site: OptionalSite<Self>, gain: OptionalTensor<Self>, storage: DType) -> FloatTensor<Self> {
         let dtype = parameter_dtype(storage);
         let weight = |weight| tensor::<2>(weight).cast(dtype).transpose().flatten::<1>(0, 1);
-        let scalar = |scalar| tensor::<1>(scalar).cast(dtype);
-        let parts = vec![
-            weight(site.alpha_weight),
-            weight(site.beta_weight),
-            weight(site.rho_weight),
-            scalar(site.alpha_bias),
-            scalar(site.beta_bias),
-            scalar(site.rho_bias),
-            scalar(site.alpha_scale),
-            scalar(site.beta_scale),
-            scalar(site.rho_scale),
-        ];
+        let row = |row| tensor::<1>(row).cast(dtype);
+        let mut parts = Vec::new();
+        if let Some(site) = site.into_option() {
+            parts.extend([weight(site.alpha_weight), weight(site.beta_weight), weight(site.rho_weight)]);
+            parts.extend([row(site.alpha_bias), row(site.beta_bias), row(site.rho_bias)]);
+            parts.extend([row(site.alpha_scale), row(site.beta_scale), row(site.rho_scale)]);
+        }
+        parts.extend(gain.into_option().map(row));
         primitive(Tensor::cat(parts, 0))
     }
 
@@ -246,18 +252,19 @@ impl PassKernels for Flex {
         count: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
+        norms: Norms,
         _keep: bool,
     ) -> OpenOutput<Self> {
         let query = prefix.query.clone();
         let (lse, logit, state) = Self::pass_prefix(prefix, entries, first, count, slot, routing);
         let (before, output) = (OptionalTensor::Absent, OptionalTensor::Absent);
         let read = Read { state: state.clone(), before, output, query, lse: lse.clone(), site, gate };
-        let ReadOutput { input, gate, .. } = Self::pass_merge(read, first, slot, routing, eps);
+        let ReadOutput { input, gate, .. } = Self::pass_merge(read, first, slot, routing, norms);
         OpenOutput { input, lse, logit, state, gate }
     }
 
-    fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, eps: f64) -> ReadOutput<Self> {
+    fn pass_merge(read: Read<Self>, index: usize, slot: usize, routing: Routing, norms: Norms) -> ReadOutput<Self> {
+        let eps = norms.eps;
         let state = row::<4, 3>(&tensor(read.state), slot);
         let [_, outputs, d_model] = state.dims();
         let storage = state.dtype();
@@ -269,7 +276,9 @@ impl PassKernels for Flex {
         let query = row::<3, 2>(&tensor(read.query), index);
         let lse = row::<3, 2>(&tensor(read.lse), index);
         let retrieved = Retrieved { lse, state: state.clone() };
-        let (input, gate) = match optional::<1>(read.site) {
+        let packed = optional::<1>(read.site);
+        let gain = packed.as_ref().filter(|_| norms.branch.is_some()).map(|packed| gain(packed, d_model));
+        let (input, gate) = match packed.filter(|packed| has_gates(packed, d_model)) {
             Some(site) => {
                 let site = unpack(&site, d_model);
                 let (read, rho, merged) = match &partial {
@@ -297,6 +306,10 @@ impl PassKernels for Flex {
                 (accumulate(merged).sum_dim(1).squeeze_dim(1).cast(storage), gate)
             }
         };
+        let input = match (norms.branch, gain) {
+            (Some(eps), Some(gain)) => BranchNorm { gain, eps }.apply(input),
+            _ => input,
+        };
         ReadOutput { input: primitive(input), partial: partial.map(primitive).into(), gate: gate.map(primitive).into() }
     }
 
@@ -305,21 +318,23 @@ impl PassKernels for Flex {
         index: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
-        parameters: bool,
+        norms: Norms,
+        wanted: Wanted,
     ) -> ReadGradients<Self> {
+        let eps = norms.eps;
         let state = tensor::<4>(read.state);
         let storage = state.dtype();
         let dtype = accumulator(storage);
         let retrieved = row::<4, 3>(&state, slot).cast(dtype);
         let [tokens, outputs, d_model] = retrieved.dims();
-        let d_input = tensor::<2>(read.d_input).cast(dtype);
+        let mut d_input = tensor::<2>(read.d_input).cast(dtype);
         let d_written = optional::<3>(read.d_written).map(|d| d.cast(dtype));
         let open = optional::<3>(read.partial).map(|partial| partial.cast(dtype));
         let query = row::<3, 2>(&tensor(read.query), index);
         let lse = row::<3, 2>(&tensor(read.lse), index);
         let gate = optional::<3>(read.gate);
-        let site = optional::<1>(read.site).map(|site| unpack(&site, d_model));
+        let packed = optional::<1>(read.site);
+        let site = packed.as_ref().filter(|packed| has_gates(packed, d_model)).map(|site| unpack(site, d_model));
         let mut d_token = tensor::<3>(read.d_token);
         let mut d_query = tensor::<3>(read.d_query);
         let own = row::<3, 2>(&d_token, index); // d_beta, shift
@@ -344,6 +359,18 @@ impl PassKernels for Flex {
                 _ => stream(&retrieved, j),
             })
             .collect();
+
+        // The branch's own norm.
+        let mut d_gain = None;
+        if let (Some(eps), Some(packed)) = (norms.branch, &packed) {
+            let input = match &gates {
+                Some(gates) => merged[0].clone() * column(gates, 0) + merged[1].clone() * column(gates, 1),
+                None => merged.iter().cloned().reduce(|sum, merged| sum + merged).expect("a read has an output"),
+            };
+            let norm = inverse_rms(input.clone(), eps);
+            d_gain = Some((d_input.clone() * input.clone() * norm.clone()).sum_dim(0).flatten::<1>(0, 1));
+            d_input = norm_backward(&input, &norm, d_input * gain(packed, d_model).unsqueeze());
+        }
 
         // Gates and branch input (13–15).
         let mut d_merged = Vec::with_capacity(outputs);
@@ -450,7 +477,7 @@ impl PassKernels for Flex {
 
         // Nothing may share the arena that is written, or it would be copied.
         drop((retrieved, merged));
-        let d_site = match (d_site, parameters) {
+        let d_site = match (d_site, wanted.site) {
             (Some((alpha, beta)), true) => {
                 let rho = rho_parameters.unwrap_or_else(|| {
                     let zeros = |shape| Tensor::zeros(shape, (&lse.device(), dtype));
@@ -468,6 +495,7 @@ impl PassKernels for Flex {
             d_partial: d_partial.map(|d| primitive(streams(d).cast(storage))).into(),
             d_output: d_output.map(|d| primitive(d.cast(storage))).into(),
             d_site,
+            d_gain: d_gain.filter(|_| wanted.gain).map(primitive).into(),
             d_token: primitive(d_token),
             d_query: primitive(d_query),
         }

@@ -94,12 +94,39 @@ impl<B: Backend> Site<B> {
     }
 }
 
+/// Epsilons of the norms of a read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Norms {
+    /// Of keys and gates.
+    pub eps: f64,
+    /// Of the branch's own norm, if that is folded in.
+    pub branch: Option<f64>,
+}
+
+/// The parameters of a read whose gradients are wanted, of those that it has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    /// The gates'.
+    pub site: bool,
+    /// The gain's of the branch's norm.
+    pub gain: bool,
+}
+
 /// The gate parameters of a read that may have gates.
 #[derive(Debug, Clone, ExtensionType)]
 #[extension_type(fusion: cfg(feature = "cube"))]
 pub(crate) enum OptionalSite<B: Backend> {
     Given(#[extension_type] Site<B>),
     Absent,
+}
+
+impl<B: Backend> From<Option<Site<B>>> for OptionalSite<B> {
+    fn from(site: Option<Site<B>>) -> Self {
+        match site {
+            Some(site) => Self::Given(site),
+            None => Self::Absent,
+        }
+    }
 }
 
 impl<B: Backend> OptionalSite<B> {
@@ -158,7 +185,7 @@ pub(crate) struct Read<B: Backend> {
     pub query: FloatTensor<B>,
     /// `[reads, tokens, outputs]`
     pub lse: FloatTensor<B>,
-    /// Packed. `[10 * d_model + 8]`
+    /// Packed.
     #[extension_type]
     pub site: OptionalTensor<B>,
     /// In place. `[reads, tokens, 5]`
@@ -235,6 +262,9 @@ pub(crate) struct ReadGradients<B: Backend> {
     pub d_output: OptionalTensor<B>,
     #[extension_type]
     pub d_site: OptionalSite<B>,
+    /// `[d_model]`
+    #[extension_type]
+    pub d_gain: OptionalTensor<B>,
     pub d_token: FloatTensor<B>,
     pub d_query: FloatTensor<B>,
 }
@@ -266,10 +296,15 @@ pub(crate) trait PassKernels: Backend {
     #[fusion(meta = |x| x.clone())]
     fn pass_copy(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// The parameters of a site in one tensor, in the accumulator type of `storage`: rows alpha0, alpha1, beta0, beta1, rho,
-    /// each for stream 0 and stream 1, five biases, three scales. `[10 * d_model + 8]`
-    #[fusion(meta = |site, storage| TensorSpec::new(site_shape(&site.alpha_weight), parameter_dtype(*storage)))]
-    fn pass_pack_site(#[extension_type] site: Site<Self>, storage: DType) -> FloatTensor<Self>;
+    /// The parameters of a read in one tensor, in the accumulator type of `storage`: of a site's gates the rows alpha0,
+    /// alpha1, beta0, beta1, rho, each for stream 0 and stream 1, five biases, three scales; then the gain of the branch's
+    /// norm. `[10 * d_model + 8 + d_model]`
+    #[fusion(meta = |site, gain, storage| packed_spec(site, gain, *storage))]
+    fn pass_pack_site(
+        #[extension_type] site: OptionalSite<Self>,
+        #[extension_type] gain: OptionalTensor<Self>,
+        storage: DType,
+    ) -> FloatTensor<Self>;
 
     /// Writes entry `entry`: `state` is `[tokens, streams, d_model]`, or `[tokens, d_model]` for all streams alike.
     #[fusion(meta = |_state, value, inv_rms, _entry, _eps| (value.clone(), inv_rms.clone()))]
@@ -312,7 +347,7 @@ pub(crate) trait PassKernels: Backend {
 
     /// The prefix of reads `first .. first + count`, and read `first`, which has no partial state, in the same pass over the
     /// history; `keep` its retrieved state for the backward.
-    #[fusion(meta = |prefix, site, gate, _entries, _first, _count, _slot, _routing, _eps, _keep| {
+    #[fusion(meta = |prefix, site, gate, _entries, _first, _count, _slot, _routing, _norms, _keep| {
         let _ = site;
         open_specs(prefix, gate)
     })]
@@ -325,29 +360,29 @@ pub(crate) trait PassKernels: Backend {
         count: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
+        norms: Norms,
         keep: bool,
     ) -> OpenOutput<Self>;
 
-    /// Write of branch `read - 1`, merge, gates and branch input of read `read`.
-    #[fusion(meta = |read, _index, _slot, _routing, _eps| read_specs(read))]
+    /// Write of branch `read - 1`, merge, gates, branch input and its norm of read `read`.
+    #[fusion(meta = |read, _index, _slot, _routing, _norms| read_specs(read))]
     fn pass_merge(
         #[extension_type] read: Read<Self>,
         index: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
+        norms: Norms,
     ) -> ReadOutput<Self>;
 
-    /// Backward of [`pass_merge`](Self::pass_merge). `parameters`: whether the gradient of the site is wanted.
-    #[fusion(meta = |read, _index, _slot, _routing, _eps, parameters| gradient_specs(read, *parameters))]
+    /// Backward of [`pass_merge`](Self::pass_merge). `wanted`: which parameters get a gradient.
+    #[fusion(meta = |read, _index, _slot, _routing, _norms, wanted| gradient_specs(read, *wanted))]
     fn pass_merge_backward(
         #[extension_type] read: ReadBackward<Self>,
         index: usize,
         slot: usize,
         routing: Routing,
-        eps: f64,
-        parameters: bool,
+        norms: Norms,
+        wanted: Wanted,
     ) -> ReadGradients<Self>;
 
     /// Backward of the gated write of the last branch of a block: the gradient of its output, and d_beta in `d_token`.
@@ -389,8 +424,16 @@ pub(crate) trait PassKernels: Backend {
 }
 
 #[cfg(feature = "cube")]
-fn site_shape(alpha_weight: &TensorSpec) -> Shape {
-    Shape::new([5 * alpha_weight.shape[0] + 8])
+fn packed_spec(site: &OptionalSiteMetadata, gain: &OptionalTensorMetadata, storage: DType) -> TensorSpec {
+    let gates = match site {
+        OptionalSiteMetadata::Given(site) => 5 * site.alpha_weight.shape[0] + 8,
+        OptionalSiteMetadata::Absent => 0,
+    };
+    let gain = match gain {
+        OptionalTensorMetadata::Given(gain) => gain.shape[0],
+        OptionalTensorMetadata::Absent => 0,
+    };
+    TensorSpec::new(Shape::new([gates + gain]), parameter_dtype(storage))
 }
 
 /// `[tokens, streams, d_model]` from `[tokens, d_model]`.
@@ -436,11 +479,11 @@ fn read_specs(read: &ReadMetadata) -> ReadOutputMetadata {
 }
 
 #[cfg(feature = "cube")]
-fn gradient_specs(read: &ReadBackwardMetadata, parameters: bool) -> ReadGradientsMetadata {
+fn gradient_specs(read: &ReadBackwardMetadata, wanted: Wanted) -> ReadGradientsMetadata {
     let dtype = parameter_dtype(read.state.dtype);
     let d_model = read.state.shape[3];
-    let d_site = match (&read.site, parameters) {
-        (OptionalTensorMetadata::Given(_), true) => {
+    let d_site = match wanted.site {
+        true => {
             let [a, b, c, d, e, f, g, h, i] =
                 Site::<burn::backend::Cube>::shapes(d_model).map(|shape| TensorSpec::new(shape, dtype));
             OptionalSiteMetadata::Given(SiteMetadata {
@@ -455,13 +498,18 @@ fn gradient_specs(read: &ReadBackwardMetadata, parameters: bool) -> ReadGradient
                 rho_scale: i,
             })
         }
-        _ => OptionalSiteMetadata::Absent,
+        false => OptionalSiteMetadata::Absent,
+    };
+    let d_gain = match wanted.gain {
+        true => OptionalTensorMetadata::Given(TensorSpec::new(Shape::new([d_model]), dtype)),
+        false => OptionalTensorMetadata::Absent,
     };
     ReadGradientsMetadata {
         state: read.state.clone(),
         d_partial: read.partial.clone(),
         d_output: read.output.clone(),
         d_site,
+        d_gain,
         d_token: read.d_token.clone(),
         d_query: read.d_query.clone(),
     }

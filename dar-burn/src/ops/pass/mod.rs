@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 use self::autodiff::PassOps;
 use self::kernels::{OptionalSite, OptionalTensor, Site};
 use self::tape::Link;
-use super::numeric::require;
+use super::numeric::{BranchNorm, require, require_device};
 use super::read::{GateWeights, SiteWeights, check_site};
 
 /// What a pass keeps for its backward. The gradients are the same.
@@ -130,7 +130,8 @@ impl Pass {
         Self { plan, link, chain: Tensor::from_dispatch(chain), next: 0 }
     }
 
-    /// Writes `output` of the branch before, if there is one, and reads the input of the next branch.
+    /// Writes `output` of the branch before, if there is one, and reads the input of the next branch, normalised with
+    /// `norm`.
     ///
     /// # Shapes
     /// - `output`: `[tokens, d_model]`, or an entry `[tokens, streams, d_model]`
@@ -140,10 +141,14 @@ impl Pass {
         self,
         output: Option<Tensor<D>>,
         site: Option<&SiteWeights>,
+        norm: Option<&BranchNorm>,
     ) -> (Tensor<2>, Self) {
         let Self { plan, link, chain, next } = self;
         if let Some(site) = site {
             check_site("Residual::read", site, plan.d_model, &chain);
+        }
+        if let Some(norm) = norm {
+            require_device("Residual::read_normed", "norm.gain", &chain, &norm.gain);
         }
         let output = match output {
             Some(output) => OptionalTensor::Given(output.into_dispatch()),
@@ -153,8 +158,13 @@ impl Pass {
             Some(site) => OptionalSite::Given(dispatch(site)),
             None => OptionalSite::Absent,
         };
+        let (gain, eps) = match norm {
+            Some(norm) => (OptionalTensor::Given(norm.gain.clone().into_dispatch()), Some(norm.eps)),
+            None => (OptionalTensor::Absent, None),
+        };
         let forward = Link::default();
-        let (input, chain) = Dispatch::pass_read(chain.into_dispatch(), output, site, next, link, forward.clone());
+        let chain = chain.into_dispatch();
+        let (input, chain) = Dispatch::pass_read(chain, output, site, gain, eps, next, link, forward.clone());
         let pass = Self { plan, link: forward, chain: Tensor::from_dispatch(chain), next: next + 1 };
         (Tensor::from_dispatch(input), pass)
     }

@@ -22,7 +22,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{DType, Shape, Slice};
 
 use super::autodiff::Mailbox;
-use super::kernels::{self, PassKernels, Site};
+use super::kernels::{self, Norms, PassKernels, Site, Wanted};
 use super::{Memory, Plan, parameter_dtype};
 
 /// Where a pass stands, on whatever backend; empty until the operation that gets there.
@@ -74,13 +74,22 @@ impl<B: PassKernels> Position<B> {
         self,
         read: usize,
         output: Option<FloatTensor<B>>,
-        site: Option<Site<B>>,
+        parameters: Parameters<B>,
         keep: bool,
     ) -> (FloatTensor<B>, Self) {
         let tape = self.tape.at(read);
-        let (input, partial) = tape.lock().read(read, self.partial, output, site, keep);
+        let (input, partial) = tape.lock().read(read, self.partial, output, parameters, keep);
         (input, Self { tape, partial, mailbox: None })
     }
+}
+
+/// The parameters of a read.
+pub(super) struct Parameters<B: PassKernels> {
+    pub(super) site: Option<Site<B>>,
+    /// Of the branch's norm, if that is folded in. `[d_model]`
+    pub(super) gain: Option<FloatTensor<B>>,
+    /// Epsilon of that norm.
+    pub(super) norm: Option<f64>,
 }
 
 /// A tape that the nodes of a pass share.
@@ -121,7 +130,7 @@ impl<B: PassKernels> Shared<B> {
         &self,
         read: usize,
         d_input: Option<FloatTensor<B>>,
-        parameters: bool,
+        wanted: Wanted,
     ) -> ReadGradients<B> {
         let mut tape = self.lock();
         if let (None, Some((own, trunk))) = (&tape.backward, &tape.trunk)
@@ -130,7 +139,7 @@ impl<B: PassKernels> Shared<B> {
             // The entries that both have seen gather the gradients of both.
             Self(trunk).lock().forks.push((*own, self.clone()));
         }
-        tape.read_backward(read, d_input, parameters)
+        tape.read_backward(read, d_input, wanted)
     }
 }
 
@@ -166,13 +175,21 @@ struct Saved<B: PassKernels> {
     output: Option<FloatTensor<B>>,
     /// The open block that it read. `[tokens, streams, d_model]`
     partial: Option<FloatTensor<B>>,
-    /// Packed gate parameters.
+    /// Packed parameters.
     site: Option<FloatTensor<B>>,
+    /// Epsilon of the branch's norm, if that is folded in.
+    norm: Option<f64>,
 }
 
 impl<B: PassKernels> Clone for Saved<B> {
     fn clone(&self) -> Self {
-        Self { output: self.output.clone(), partial: self.partial.clone(), site: self.site.clone() }
+        Self { output: self.output.clone(), partial: self.partial.clone(), site: self.site.clone(), norm: self.norm }
+    }
+}
+
+impl<B: PassKernels> Default for Saved<B> {
+    fn default() -> Self {
+        Self { output: None, partial: None, site: None, norm: None }
     }
 }
 
@@ -232,6 +249,8 @@ pub(super) struct ReadGradients<B: PassKernels> {
     /// Of the output of the branch before.
     pub(super) d_output: Option<FloatTensor<B>>,
     pub(super) d_site: Option<Site<B>>,
+    /// Of the gain of the branch's norm.
+    pub(super) d_gain: Option<FloatTensor<B>>,
 }
 
 impl<B: PassKernels> Tape<B> {
@@ -338,34 +357,33 @@ impl<B: PassKernels> Tape<B> {
         read: usize,
         before: Option<FloatTensor<B>>,
         output: Option<FloatTensor<B>>,
-        site: Option<Site<B>>,
+        parameters: Parameters<B>,
         keep: bool,
     ) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
         let opens = self.plan.opens(read);
         if let (true, Some(output)) = (opens, &output) {
             self.close(read - 1, before.clone(), output.clone());
         }
-        let site = site.map(|site| B::pass_pack_site(site, self.dtype));
+        let Parameters { site, gain, norm } = parameters;
+        let packed = site.is_some() || gain.is_some();
+        let site = packed.then(|| B::pass_pack_site(site.into(), gain.into(), self.dtype));
+        let norms = Norms { eps: self.plan.eps, branch: norm };
         let (input, partial) = if opens {
-            (self.open(read, site.clone()), None)
+            (self.open(read, site.clone(), norms), None)
         } else {
             if read == self.plan.branches {
                 self.retrieve(read);
             }
-            self.merge(read, before, output.clone(), site.clone())
+            self.merge(read, before, output.clone(), site.clone(), norms)
         };
         let kept = partial.clone().filter(|_| self.plan.memory == Memory::Fastest);
-        self.saved.push(if keep {
-            Saved { output, partial: kept, site }
-        } else {
-            Saved { output: None, partial: None, site: None }
-        });
+        self.saved.push(if keep { Saved { output, partial: kept, site, norm } } else { Saved::default() });
         self.next = read + 1;
         (input, partial)
     }
 
     /// A read without an open block, and the prefix of all reads that share it.
-    fn open(&mut self, read: usize, site: Option<FloatTensor<B>>) -> FloatTensor<B> {
+    fn open(&mut self, read: usize, site: Option<FloatTensor<B>>, norms: Norms) -> FloatTensor<B> {
         let (prefix, entries, count, slot) = self.prefix(read);
         let opened = B::pass_open(
             prefix,
@@ -376,7 +394,7 @@ impl<B: PassKernels> Tape<B> {
             count,
             slot,
             self.plan.routing,
-            self.plan.eps,
+            norms,
             // With fewer rows than reads no backward comes, or it computes them again.
             self.slots == self.plan.reads(),
         );
@@ -394,6 +412,7 @@ impl<B: PassKernels> Tape<B> {
         before: Option<FloatTensor<B>>,
         output: Option<FloatTensor<B>>,
         site: Option<FloatTensor<B>>,
+        norms: Norms,
     ) -> (FloatTensor<B>, Option<FloatTensor<B>>) {
         let operands = kernels::Read {
             state: self.state.get(),
@@ -404,7 +423,7 @@ impl<B: PassKernels> Tape<B> {
             site: site.into(),
             gate: self.gate.as_mut().map(Arena::take).into(),
         };
-        let merged = B::pass_merge(operands, read, self.slot(read), self.plan.routing, self.plan.eps);
+        let merged = B::pass_merge(operands, read, self.slot(read), self.plan.routing, norms);
         self.put_gate(merged.gate);
         (merged.input, merged.partial.into_option())
     }
@@ -460,7 +479,7 @@ impl<B: PassKernels> Tape<B> {
         self.backward.as_mut().expect("made above")
     }
 
-    fn read_backward(&mut self, read: usize, d_input: Option<FloatTensor<B>>, parameters: bool) -> ReadGradients<B> {
+    fn read_backward(&mut self, read: usize, d_input: Option<FloatTensor<B>>, wanted: Wanted) -> ReadGradients<B> {
         let d_input = d_input.unwrap_or_else(|| {
             let shape = Shape::new([self.tokens, self.plan.d_model]);
             B::float_zeros(shape, &self.query.device(), self.dtype.into())
@@ -482,7 +501,7 @@ impl<B: PassKernels> Tape<B> {
 
         let slot = self.slot(read);
         let saved = self.saved[read].clone();
-        self.saved[read] = Saved { output: None, partial: None, site: None };
+        self.saved[read] = Saved::default();
         let backward = self.backward.as_mut().expect("made above");
         let gradients = B::pass_merge_backward(
             kernels::ReadBackward {
@@ -501,8 +520,8 @@ impl<B: PassKernels> Tape<B> {
             read,
             slot,
             self.plan.routing,
-            self.plan.eps,
-            parameters,
+            Norms { eps: self.plan.eps, branch: saved.norm },
+            wanted,
         );
         self.state.put(gradients.state);
         backward.d_token.put(gradients.d_token);
@@ -519,7 +538,8 @@ impl<B: PassKernels> Tape<B> {
         {
             self.hand_over(read, &Shared(trunk));
         }
-        ReadGradients { d_output, d_site: gradients.d_site.into_option() }
+        let (d_site, d_gain) = (gradients.d_site.into_option(), gradients.d_gain.into_option());
+        ReadGradients { d_output, d_site, d_gain }
     }
 
     /// Backward of the close before read `read`: the gradient of the output that it wrote.
