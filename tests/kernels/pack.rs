@@ -70,7 +70,7 @@ fn any_size() {
         for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
             for tuning in reductions(&client) {
                 for [tokens, streams, d_model] in
-                    [[5, 2, 1], [5, 2, 3], [1, 1, 37], [5, 2, 130], [3, 2, 257], [2, 1, 5000], [0, 2, 8]]
+                    [[257, 2, 1], [130, 2, 3], [1, 1, 37], [37, 2, 130], [3, 2, 257], [2, 1, 5000], [0, 2, 8]]
                 {
                     let state = values(1, tokens * streams * d_model, 2.0);
                     let dims = [tokens, streams, d_model];

@@ -441,7 +441,7 @@ fn packed_keys() {
     for (client, device) in clients() {
         let golden = golden_cases("prefix_").into_iter().filter(|case| !case.is_extreme());
         let golden: Vec<Problem> = golden.map(|case| Problem::golden(&case)).collect();
-        let sized = [[5, 2, 1], [1, 2, 37], [5, 2, 130], [3, 2, 257], [0, 2, 8]];
+        let sized = [[257, 2, 1], [1, 2, 37], [37, 2, 130], [3, 2, 257], [0, 2, 8]];
         let sized = sized.map(|dims| Problem::new(dims, 3, 2, Routing::CrossKey, 3.0));
         let others = [
             Problem::new([3, 2, 24], 7, 11, Routing::CrossKey, 3.0),
@@ -481,7 +481,7 @@ fn packed_keys() {
 fn mixed_with_the_first_branch() {
     for (client, device) in clients() {
         let routed = Routing::ALL.map(|routing| Problem::new([5, 2, 24], 5, 4, routing, 3.0));
-        let sized = [[5, 2, 1], [1, 2, 37], [5, 2, 130], [3, 2, 257], [0, 2, 8]];
+        let sized = [[257, 2, 1], [1, 2, 37], [37, 2, 130], [3, 2, 257], [0, 2, 8]];
         let sized = sized.map(|dims| Problem::new(dims, 3, 2, Routing::CrossKey, 3.0));
         let many = Problem::new([3, 2, 24], 3, 19, Routing::CrossKey, 3.0);
         let sited = routed.into_iter().chain(sized).chain([many]).map(|problem| (problem, true));
@@ -588,11 +588,11 @@ fn golden_backward() {
 fn backward_of_any_size() {
     for (client, device) in clients() {
         let sized = [
-            Problem::new([5, 2, 1], 3, 2, Routing::CrossKey, 3.0),
-            Problem::new([5, 2, 3], 1, 2, Routing::CrossKey, 3.0),
+            Problem::new([257, 2, 1], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([130, 2, 3], 1, 2, Routing::CrossKey, 3.0),
             Problem::new([1, 2, 37], 3, 2, Routing::CrossKey, 3.0),
-            Problem::new([5, 2, 130], 3, 2, Routing::CrossKey, 3.0),
-            Problem::new([5, 2, 257], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([37, 2, 130], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([3, 2, 257], 3, 2, Routing::CrossKey, 3.0),
             Problem::new([3, 2, 24], 64, 11, Routing::CrossKey, 3.0),
             Problem::new([3, 1, 24], 5, 3, Routing::SelfKeyValue, 3.0),
             Problem::new([700, 2, 3], 3, 2, Routing::CrossKey, 3.0),
