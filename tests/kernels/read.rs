@@ -354,7 +354,7 @@ impl Problem {
 
 /// A read as it is, and with the norm of its branch folded in, which knows no routing.
 fn with_norm(problem: Problem) -> impl Iterator<Item = (Problem, bool)> {
-    let normed = Some(problem.clone()).filter(|problem| problem.routing != Routing::CrossValue);
+    let normed = Some(problem.clone()).filter(|problem| problem.streams != 2 || problem.routing == Routing::CrossKey);
     let normed = normed.and_then(Problem::normed).map(|problem| (problem, true));
     [Some((problem, false)), normed].into_iter().flatten()
 }
