@@ -7,6 +7,7 @@
 //! streams  what the streams do: retrieval, likeness, rescue, gates, routes, mixers, balance
 //! needs    what the model needs: interventions and their perplexity
 //! geometry what each layer predicts: loss, covariance of the softmax, concept directions, steering
+//! sweep    steering of every layer at every scale on tasks
 //! report   the page and its tables        picture  SVG
 //! ```
 
@@ -18,6 +19,7 @@ mod report;
 mod streams;
 #[path = "../support/mod.rs"]
 mod support;
+mod sweep;
 
 use std::fs;
 use std::path::PathBuf;
@@ -37,7 +39,8 @@ const EXAMPLES: &str = "\
 Examples:
   inspect --checkpoint runs/tiny/dar_block
   inspect --checkpoint runs/tiny/mhc --text book.txt --report mhc
-  inspect --checkpoint runs/tiny/cascade --pairs examples/inspect/capitals.txt";
+  inspect --checkpoint runs/tiny/cascade --pairs examples/inspect/capitals.txt
+  inspect --checkpoint runs/tiny/cascade --tasks mine.txt --scales=-0.5,-0.25,0.25,0.5";
 
 /// Measures and draws what the residual pathway of a trained model does.
 #[derive(Parser, Debug)]
@@ -84,8 +87,35 @@ struct Cli {
     #[arg(long, value_name = "N", default_value_t = 10)]
     steered: usize,
 
+    /// Tasks on which every layer is steered, in the form that examples/inspect/tasks.txt explains [default: that file:
+    /// coreference, induction, recency and capitalization]
+    #[arg(long, value_name = "FILE")]
+    tasks: Option<PathBuf>,
+
+    /// Prompts of each task that are steered; 0 leaves the sweeps out
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    prompts: usize,
+
+    /// Step sizes of the sweeps, comma-separated, as shares of the state's length; below 0 steers away
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_values_t = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+        value_parser = scale,
+        allow_negative_numbers = true
+    )]
+    scales: Vec<f64>,
+
     #[command(flatten)]
     device: DeviceArgument,
+}
+
+fn scale(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(scale) if scale != 0.0 && scale.is_finite() => Ok(scale),
+        _ => Err("expected a number other than 0".into()),
+    }
 }
 
 fn positive(text: &str) -> Result<usize, String> {
@@ -106,6 +136,7 @@ fn inspect(cli: &Cli) -> Result<ExitCode, Failure> {
     let trained = Training::of(&checkpoint)?;
     let sequence = cli.sequence.unwrap_or(trained.sequence);
     let pairs = cli.pairs.as_deref().map(|path| geometry::Pairs::read(path, &vocabulary)).transpose()?;
+    let tasks = sweep::Task::read(cli.tasks.as_deref(), &vocabulary)?;
     let text = match &cli.text {
         Some(path) => Text::unseen(path, &vocabulary, sequence)?,
         None => Text::load(trained.text.as_deref(), &vocabulary, sequence)?,
@@ -155,6 +186,7 @@ fn inspect(cli: &Cli) -> Result<ExitCode, Failure> {
     streams::balance(&mut report, &captured)?;
     needs::interventions(&mut report, &subject, &captured, mixers, cli.windows)?;
     geometry::layers(&mut report, &subject, cli.contexts, pairs.as_ref(), cli.steered)?;
+    sweep::tasks(&mut report, &subject, &tasks, cli.prompts, &cli.scales)?;
     let page = report.finish()?;
     println!("report  {}", page.display());
     Ok(ExitCode::SUCCESS)

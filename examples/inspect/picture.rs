@@ -33,18 +33,34 @@ impl Scale<'_> {
     }
 }
 
+/// What rows and columns of a map are; rows are numbered from 0.
+#[derive(Clone, Copy)]
+pub struct Axes<'a> {
+    pub columns: &'a str,
+    pub rows: &'a str,
+    /// One a column; numbers from 0 if there are none.
+    pub column_labels: &'a [String],
+}
+
+impl<'a> From<[&'a str; 2]> for Axes<'a> {
+    fn from([columns, rows]: [&'a str; 2]) -> Self {
+        Self { columns, rows, column_labels: &[] }
+    }
+}
+
 const CELL: u32 = 46;
 const EDGE: u32 = 76;
 const BAR: u32 = 110;
 
 /// Draws maps of equal size side by side, with one colour bar. Rows run down from 0, columns right from 0; `NaN` is blank.
-pub fn heat_maps(
+pub fn heat_maps<'a>(
     path: &Path,
     title: &str,
-    [columns, rows]: [&str; 2],
+    axes: impl Into<Axes<'a>>,
     maps: &[(String, Array2<f64>)],
     scale: Scale,
 ) -> Result<(), Failure> {
+    let axes = axes.into();
     let draw = || -> Drawn {
         let (height, width) = maps[0].1.dim();
         let panel = (width as u32 * CELL + EDGE + 16).max(240);
@@ -54,7 +70,7 @@ pub fn heat_maps(
         let area = area.titled(title, ("sans-serif", 20))?;
         let (panels, bar) = area.split_horizontally(size.0 - BAR);
         for ((name, map), area) in maps.iter().zip(panels.split_evenly((1, maps.len()))) {
-            heat_map(&area, name, [columns, rows], map, scale)?;
+            heat_map(&area, name, axes, map, scale)?;
         }
         colour_bar(&bar, scale)?;
         Ok(area.present()?)
@@ -64,7 +80,7 @@ pub fn heat_maps(
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-fn heat_map(area: &Area, name: &str, [columns, rows]: [&str; 2], map: &Array2<f64>, scale: Scale) -> Drawn {
+fn heat_map(area: &Area, name: &str, axes: Axes, map: &Array2<f64>, scale: Scale) -> Drawn {
     let (height, width) = map.dim();
     let mut chart = ChartBuilder::on(area)
         .caption(name, ("sans-serif", 15))
@@ -72,6 +88,7 @@ fn heat_map(area: &Area, name: &str, [columns, rows]: [&str; 2], map: &Array2<f6
         .x_label_area_size(40)
         .y_label_area_size(52)
         .build_cartesian_2d(-0.5..width as f64 - 0.5, -0.5..height as f64 - 0.5)?;
+    let Axes { columns, rows, column_labels } = axes;
     let whole = |value: f64, label: f64| if value.fract() == 0.0 { format!("{label:.0}") } else { String::new() };
     chart
         .configure_mesh()
@@ -80,7 +97,16 @@ fn heat_map(area: &Area, name: &str, [columns, rows]: [&str; 2], map: &Array2<f6
         .y_desc(rows)
         .x_labels(width.min(30))
         .y_labels(height.min(30))
-        .x_label_formatter(&|&x| whole(x, x))
+        .x_label_formatter(&|&x| match column_labels.get(x.max(0.0) as usize) {
+            Some(label) if x.fract() == 0.0 && x >= 0.0 => label.clone(),
+            _ => {
+                if column_labels.is_empty() {
+                    whole(x, x)
+                } else {
+                    String::new()
+                }
+            }
+        })
         .y_label_formatter(&|&y| whole(y, height as f64 - 1.0 - y))
         .label_style(("sans-serif", 13))
         .axis_desc_style(("sans-serif", 14))

@@ -11,7 +11,7 @@ use crate::run::Row;
 use crate::support::checkpoint::Checkpoint;
 use crate::support::cli::{Failure, failed_to};
 
-const HEADER: &str = "step,train_loss,valid_loss,tokens_per_s";
+const HEADER: &str = "step,train_loss,valid_loss,tokens_per_s,auxiliary_loss";
 
 /// Writes a file through `write` and puts it in the place of `path`.
 pub fn replace(path: &Path, write: impl FnOnce(&Path) -> Result<(), Failure>) -> Result<(), Failure> {
@@ -68,22 +68,30 @@ pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
 
 pub fn write_metrics(path: &Path, rows: &[Row]) -> Result<(), Failure> {
     let mut csv = format!("{HEADER}\n");
-    for Row { step, train_loss, valid_loss, tokens_per_s } in rows {
-        let valid_loss = valid_loss.map_or(String::new(), |loss| loss.to_string());
-        let _ = writeln!(csv, "{step},{train_loss},{valid_loss},{tokens_per_s:.1}");
+    let cell = |loss: &Option<f32>| loss.map_or(String::new(), |loss| loss.to_string());
+    for Row { step, train_loss, valid_loss, tokens_per_s, auxiliary_loss } in rows {
+        let [valid_loss, auxiliary_loss] = [valid_loss, auxiliary_loss].map(cell);
+        let _ = writeln!(csv, "{step},{train_loss},{valid_loss},{tokens_per_s:.1},{auxiliary_loss}");
     }
     fs::write(path, csv).map_err(failed_to("write", path))
 }
 
 pub fn read_metrics(path: &Path) -> Result<Vec<Row>, Failure> {
     let csv = fs::read_to_string(path).map_err(failed_to("read", path))?;
+    // `None` where it is no number, `Some(None)` where there is none.
+    let cell = |cell: &str| if cell.is_empty() { Some(None) } else { cell.parse().ok().map(Some) };
     let row = |line: &str| {
-        let [step, train_loss, valid_loss, tokens_per_s] = line.split(',').collect::<Vec<_>>().try_into().ok()?;
+        let mut cells: Vec<&str> = line.split(',').collect();
+        if cells.len() == 4 {
+            cells.push(""); // of a run from before the auxiliary loss was kept
+        }
+        let [step, train_loss, valid_loss, tokens_per_s, auxiliary_loss] = cells.try_into().ok()?;
         Some(Row {
             step: step.parse().ok()?,
             train_loss: train_loss.parse().ok()?,
-            valid_loss: if valid_loss.is_empty() { None } else { Some(valid_loss.parse().ok()?) },
+            valid_loss: cell(valid_loss)?,
             tokens_per_s: tokens_per_s.parse().ok()?,
+            auxiliary_loss: cell(auxiliary_loss)?,
         })
     };
     let wrong = |line: &str| Failure::run(format!("{}: `{line}` is not a line of `{HEADER}`", path.display()));

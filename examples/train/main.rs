@@ -70,8 +70,7 @@ fn train(cli: &Cli) -> Result<ExitCode, Failure> {
         summaries.push(Run::open(&shared, scheme.name, config)?.train()?);
         let curves: Vec<Curve> =
             summaries.iter().map(|summary| Curve { name: &summary.name, rows: &summary.rows }).collect();
-        let title = format!("{} model, {} steps", arguments.size, arguments.steps);
-        files::replace(&output.join("loss.svg"), |path| plot::draw(path, &title, &curves))?;
+        plot::draw(&output, &format!("{} model, {} steps", arguments.size, arguments.steps), &curves)?;
         if INTERRUPTED.load(Ordering::SeqCst) {
             break;
         }

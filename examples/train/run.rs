@@ -39,6 +39,8 @@ pub struct Row {
     /// On the held-out text, where it was evaluated.
     pub valid_loss: Option<f32>,
     pub tokens_per_s: f64,
+    /// Router balance of the training batch, 1 when experts are used evenly; none of a dense model.
+    pub auxiliary_loss: Option<f32>,
 }
 
 /// What is saved beside a model: enough to go on, or to refuse to.
@@ -192,8 +194,9 @@ impl<'a> Run<'a> {
             lambda => self.supervised(tokens, &targets, lambda),
         };
         let loss = output.cross_entropy(targets);
-        let balance = output.balance_loss.map(|balance| balance * BALANCE);
-        let objective = [balance, layer_losses].into_iter().flatten().fold(loss.clone(), |sum, term| sum + term);
+        let balance = output.balance_loss;
+        let weighed = balance.clone().map(|balance| balance * BALANCE);
+        let objective = [weighed, layer_losses].into_iter().flatten().fold(loss.clone(), |sum, term| sum + term);
         self.watch_memory();
         let grads = GradientsParams::from_grads(objective.backward(), &self.model);
         let grads = clip_global_norm(&self.model, grads);
@@ -202,6 +205,7 @@ impl<'a> Run<'a> {
         self.watch_memory();
 
         let train_loss = scalar(loss)?;
+        let auxiliary_loss = balance.map(scalar).transpose()?;
         device.sync().map_err(failed(format!("{}: step {step} failed", self.name)))?;
         if !train_loss.is_finite() {
             return Err(Failure::run(format!(
@@ -210,7 +214,7 @@ impl<'a> Run<'a> {
             )));
         }
         let tokens_per_s = (batch * sequence) as f64 / begin.elapsed().as_secs_f64();
-        Ok(Row { step, train_loss, valid_loss: None, tokens_per_s })
+        Ok(Row { step, train_loss, valid_loss: None, tokens_per_s, auxiliary_loss })
     }
 
     /// A pass, and the weighted losses at the ends of all layers but the last (Stream separation, B.3).
@@ -249,7 +253,7 @@ impl<'a> Run<'a> {
         fs::create_dir_all(&folder).map_err(failed_to("make", &folder))?;
         replace(&folder.join("metrics.csv"), |path| files::write_metrics(path, &self.rows))?;
         let curve = [Curve { name: &self.name, rows: &self.rows }];
-        replace(&folder.join("loss.svg"), |path| plot::draw(path, &format!("{}: loss", self.name), &curve))?;
+        plot::draw(&folder, &self.name, &curve)?;
         files::replace_folder(&folder.join("checkpoint"), |path| self.write_checkpoint(&Checkpoint::at(path)))
     }
 

@@ -17,6 +17,7 @@ mod spectrum;
 mod steering;
 mod streams;
 mod supervision;
+mod sweep;
 
 use std::fmt::Debug;
 

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::Tensor;
-use dar_burn::diagnostics::ndarray::{Array2, Axis};
+use dar_burn::diagnostics::ndarray::{Array2, Array3, Axis};
 use dar_burn::diagnostics::{Intervention, Record, Recorder};
-use dar_burn::nn::{Observer, Unobserved};
+use dar_burn::nn::{AttnResConfig, Observer, SeparateValues, Unobserved};
 use dar_burn::ops::Implementation;
 use dar_burn::{BranchLayout, ResidualConfig, Routing};
 
@@ -230,6 +230,94 @@ fn one_stream_is_kept_behind_the_same_clean_prefix() {
             }
         }
     }
+}
+
+#[test]
+fn chosen_tokens_and_streams_are_steered() {
+    let separate = AttnResConfig::full().with_separate_values(SeparateValues::PerSource);
+    for (config, streams) in [
+        (ResidualConfig::Standard, 1),
+        (ResidualConfig::Cascade, 2),
+        (ResidualConfig::mhc(3), 3),
+        (ResidualConfig::dar_block(2), 2),
+        (ResidualConfig::AttnRes(separate), 2),
+    ] {
+        let toy = toy(&config);
+        let whole = records(&toy);
+        // The last token stays.
+        let offsets = Array2::from_shape_fn((TOKENS, D_MODEL), |(token, feature)| match token {
+            4 => 0.0,
+            _ => token as f64 + 0.25 * feature as f64,
+        });
+        for stream in [None, Some(0), Some(streams - 1)] {
+            let steer = Intervention::Steer { branch: 3, stream, offsets: offsets.clone() };
+            let both = Arc::new(Both(steer, Recorder::new()));
+            let hidden = observed(&toy, both.clone());
+            let steered = both.1.records();
+            assert_eq!(steered[&1].state, whole[1].state, "{config:?}");
+            let (got, clean) = (steered[&3].state.as_ref().unwrap(), whole[3].state.as_ref().unwrap());
+            for j in 0..streams {
+                let moved =
+                    if stream.is_none_or(|stream| stream == j) { offsets.clone() } else { offsets.clone() * 0.0 };
+                let truth = clean.index_axis(Axis(1), j).to_owned() + moved;
+                assert_all_close(&got.index_axis(Axis(1), j).to_owned(), &truth, 1e-5);
+            }
+            let clean = observed(&toy, Arc::new(Unobserved));
+            let of = |hidden: &[f64], token: usize| hidden[token * D_MODEL..(token + 1) * D_MODEL].to_vec();
+            assert_eq!(of(&hidden, 4), of(&clean, 4), "{config:?}");
+            // Of separate values, stream 0 alone changes keys: what is retrieved changes with them.
+            assert!(relative_error(&of(&hidden, 2), &of(&clean, 2), 0.0) > 1e-3, "{config:?}, {stream:?}");
+        }
+    }
+}
+
+#[test]
+fn steering_that_does_not_fit_is_refused() {
+    let toy = toy(&ResidualConfig::Standard);
+    let steer = |stream, offsets| {
+        panic_message(|| observed(&toy, Arc::new(Intervention::Steer { branch: 3, stream, offsets })))
+    };
+    assert_eq!(
+        steer(None, Array2::zeros((TOKENS, 3))),
+        "Intervention::Steer: `offsets` has shape [5, 3], expected [tokens, d_model] = [5, 8] as of the state"
+    );
+    assert_eq!(
+        steer(Some(1), Array2::zeros((TOKENS, D_MODEL))),
+        "Intervention::Steer: `stream` is 1, expected a stream below 1"
+    );
+}
+
+#[test]
+fn separate_values_are_recorded_beside_their_sources() {
+    let separate = AttnResConfig::full().with_separate_values(SeparateValues::PerSource);
+    let toy = toy(&ResidualConfig::AttnRes(separate));
+    let records = records(&toy);
+    let dar_burn::nn::Scheme::AttnRes(scheme) = toy.residual.scheme() else { panic!("an AttnRes model") };
+    let maps = vec(scheme.value_maps.as_ref().unwrap().val());
+    let maps = Array3::from_shape_vec((BRANCHES + 1, D_MODEL, D_MODEL), maps).unwrap();
+    // (21): the value of a source is its map times the source; the embedding has the first map.
+    for branch in 0..BRANCHES {
+        let entry = records[branch].state.as_ref().unwrap();
+        assert_eq!(entry.dim(), (TOKENS, 2, D_MODEL));
+        let source = entry.index_axis(Axis(1), 0);
+        let truth = source.dot(&maps.index_axis(Axis(0), branch + 1).t());
+        assert_all_close(&entry.index_axis(Axis(1), 1).to_owned(), &truth, 1e-5);
+    }
+    // The values that are recorded are those that the output read mixes.
+    let embedding = Array2::from_shape_vec((TOKENS, D_MODEL), vec(embedding())).unwrap();
+    let mut mixed = Array2::<f64>::zeros((TOKENS, D_MODEL));
+    let weights = records[BRANCHES].retrieval.as_ref().unwrap();
+    for entry in 0..=BRANCHES {
+        let value = match entry {
+            0 => embedding.dot(&maps.index_axis(Axis(0), 0).t()),
+            _ => records[entry - 1].state.as_ref().unwrap().index_axis(Axis(1), 1).to_owned(),
+        };
+        for token in 0..TOKENS {
+            mixed.row_mut(token).scaled_add(weights[[entry, token, 0]], &value.row(token));
+        }
+    }
+    let hidden = observed(&toy, Arc::new(Unobserved));
+    assert!(relative_error(&mixed.into_iter().collect::<Vec<_>>(), &hidden, 0.0) < 1e-5);
 }
 
 #[test]

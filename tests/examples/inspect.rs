@@ -72,6 +72,12 @@ fn a_dar_model_has_every_measurement() {
     assert!(steering.len() == 6 && steering.iter().all(|row| row[1].parse::<usize>().unwrap() <= 4), "{steering:?}");
     let layers = table(folder.path(), "layers");
     assert_eq!((layers.len(), layers[0].len()), (6, 7));
+    // Every task of the file, six layers, six step sizes.
+    assert!(page.contains("(sweep.svg)"));
+    let tasks: Vec<String> = table(folder.path(), "sweep_tasks").into_iter().map(|row| row[0].clone()).collect();
+    assert_eq!(tasks, ["coreference", "induction", "recency", "capitalization"]);
+    assert_eq!(table(folder.path(), "sweep_layers").len(), 4 * 6);
+    assert_eq!(table(folder.path(), "sweep").len(), 4 * 6 * 6);
     let fixed = table(folder.path(), "interventions").into_iter().find(|row| row[0] == "mean mixers in all layers");
     assert!(fixed.is_some());
 }
@@ -85,13 +91,48 @@ fn every_other_scheme_leaves_out_what_it_has_not() {
         let page = page(folder.path());
         let has = |what: &str| !page.contains(&format!("* {what}: "));
         assert_eq!(has("Retrieval maps"), scheme.starts_with("attnres") || scheme.starts_with("dar"), "{scheme}");
-        let streams = !["standard", "attnres_block", "attnres_sepv"].contains(&scheme);
+        let streams = !["standard", "attnres_block"].contains(&scheme);
         assert_eq!(has("CKA and cosines between streams"), streams, "{scheme}");
         assert_eq!(has("Rescue gains"), streams, "{scheme}");
         assert_eq!(has("Residual mixers"), ["dar_fixed", "mhc", "hc"].contains(&scheme), "{scheme}");
         assert!(!has("Concept directions"), "{scheme}");
         fs::remove_dir_all(folder.path().join("report")).unwrap();
     }
+}
+
+#[test]
+fn tasks_and_scales_of_ones_own_are_swept() {
+    let folder = trained("standard", "tiny");
+    let file = folder.path().join("mine.txt");
+    fs::write(&file, "# mine\n[letters]\nabcabc{a|b}\nxyxy {xy|yx}\n[digits]\n1 2 1 {2|1}\n").unwrap();
+    inspect(folder.path(), "standard", &["--tasks", "mine.txt", "--scales=-0.01,0.01"]).succeeded();
+    page(folder.path());
+    let picture = fs::read_to_string(folder.path().join("report/sweep.svg")).unwrap();
+    for label in ["letters", "digits", "-0.01", "scale", "layer", "nats"] {
+        assert!(picture.contains(label), "{label} is missing");
+    }
+    // At the last layer only the final norm follows, so the odds rise along the direction, and almost along a line.
+    let last: Vec<_> = table(folder.path(), "sweep_layers").into_iter().filter(|row| row[1] == "5").collect();
+    assert_eq!(last.len(), 2);
+    for row in last {
+        assert_eq!(row[4..], ["1.000000", "1.000000"], "{row:?}");
+        assert!(row[2].parse::<f64>().unwrap() > 0.0 && row[3].parse::<f64>().unwrap() > 0.999, "{row:?}");
+    }
+    inspect(folder.path(), "standard", &["--prompts", "0"]).succeeded();
+    assert!(page(folder.path()).contains("* Steering sweeps: "));
+
+    let refused = |text: &str, parts: &[&str]| {
+        fs::write(&file, text).unwrap();
+        inspect(folder.path(), "standard", &["--tasks", "mine.txt"]).refused(2, parts);
+    };
+    refused("ab{c|d}\n", &["`ab{c|d}`", "before the first"]);
+    refused("[a]\nabc\n", &["`abc`", "{target|alternative}"]);
+    refused("[a]\nab{c|c}\n", &["leaves no token open"]);
+    refused("[a]\n{c|d}\n", &["leaves no token open"]);
+    refused("[a]\n[b]\nab{c|d}\n", &["[a] holds no prompts"]);
+    refused("[a]\nab{c|d}\n[a]\n", &["`[a]`", "there already"]);
+    refused("# nothing\n", &["holds no tasks"]);
+    inspect(folder.path(), "standard", &["--scales", "0"]).refused(2, &["--scales", "other than 0"]);
 }
 
 #[test]

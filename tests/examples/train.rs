@@ -25,12 +25,12 @@ fn train(folder: &TempDir, arguments: &[&str]) -> Finished {
     run("train", folder.path(), &[&SMALL, arguments].concat())
 }
 
-/// The lines of a scheme's metrics as `[step, train_loss, valid_loss, tokens_per_s]`, without the header.
+/// The lines of a scheme's metrics as `[step, train_loss, valid_loss, tokens_per_s, auxiliary_loss]`, without the header.
 #[track_caller]
-fn metrics(folder: &TempDir, scheme: &str) -> Vec<[String; 4]> {
+fn metrics(folder: &TempDir, scheme: &str) -> Vec<[String; 5]> {
     let csv = fs::read_to_string(folder.path().join("out").join(scheme).join("metrics.csv")).unwrap();
     let mut lines = csv.lines();
-    assert_eq!(lines.next(), Some("step,train_loss,valid_loss,tokens_per_s"));
+    assert_eq!(lines.next(), Some("step,train_loss,valid_loss,tokens_per_s,auxiliary_loss"));
     let cells = |line: &str| line.split(',').map(str::to_owned).collect::<Vec<_>>().try_into();
     lines.map(|line| cells(line).unwrap()).collect()
 }
@@ -110,12 +110,13 @@ fn every_scheme_trains() {
     for name in SCHEMES.split(',') {
         assert!(stdout.lines().any(|line| line.starts_with(&format!("{name} "))), "{name} is not in\n{stdout}");
         let rows = metrics(&folder, name);
-        let evaluated: Vec<bool> = rows.iter().map(|[_, _, valid_loss, _]| !valid_loss.is_empty()).collect();
+        let evaluated: Vec<bool> = rows.iter().map(|[_, _, valid_loss, ..]| !valid_loss.is_empty()).collect();
         assert_eq!(evaluated, [false, true, true], "{name}");
         for file in ["config.json", "model.bpk", "optimiser.bpk", "state.json"] {
             assert!(out.join(name).join("checkpoint").join(file).is_file(), "{name}/checkpoint/{file}");
         }
         assert!(fs::read_to_string(out.join(name).join("loss.svg")).unwrap().starts_with("<svg"));
+        assert!(rows.iter().all(|row| row[4].is_empty()) && !out.join(name).join("balance.svg").exists(), "{name}");
     }
     assert!(fs::read_to_string(out.join("loss.svg")).unwrap().contains("dar_cross_value"));
 
@@ -129,8 +130,33 @@ fn every_scheme_trains() {
 #[test]
 fn a_mixture_of_experts_trains() {
     let folder = folder_with_text();
-    train(&folder, &["--size", "tiny_moe", "--scheme", "dar_block", "--steps", "2"]).succeeded();
-    assert_eq!(metrics(&folder, "dar_block").len(), 2);
+    train(&folder, &["--size", "tiny_moe", "--scheme", "standard,dar_block", "--steps", "4"]).succeeded();
+    let out = folder.path().join("out");
+    for scheme in ["standard", "dar_block"] {
+        let rows = metrics(&folder, scheme);
+        assert_eq!(rows.len(), 4);
+        // From 1, evenly used, to 2: two of the four experts for every token.
+        let balance = rows.iter().map(|row| row[4].parse::<f64>().unwrap());
+        assert!(balance.clone().all(|balance| (0.9..2.0).contains(&balance)), "{rows:?}");
+        let picture = fs::read_to_string(out.join(scheme).join("balance.svg")).unwrap();
+        assert!(picture.contains("router auxiliary loss") && picture.contains("last 1 steps"), "{picture}");
+    }
+    let picture = fs::read_to_string(out.join("balance.svg")).unwrap();
+    assert!(["standard (", "dar_block ("].iter().all(|name| picture.contains(name)), "{picture}");
+}
+
+#[test]
+fn a_run_of_before_the_auxiliary_loss_goes_on() {
+    let folder = folder_with_text();
+    let arguments = ["--size", "tiny_moe", "--scheme", "standard", "--steps", "3"];
+    train(&folder, &[&arguments[..], &["--stop-after", "1"]].concat()).succeeded();
+    let path = folder.path().join("out/standard/metrics.csv");
+    let cut = |line: &str| line.rsplit_once(',').unwrap().0.to_owned() + "\n";
+    let old: String = fs::read_to_string(&path).unwrap().lines().map(cut).collect();
+    fs::write(&path, old).unwrap();
+    train(&folder, &["--resume"]).succeeded();
+    let known: Vec<bool> = metrics(&folder, "standard").iter().map(|row| !row[4].is_empty()).collect();
+    assert_eq!(known, [false, true, true]);
 }
 
 #[test]
@@ -142,7 +168,7 @@ fn the_ends_of_layers_are_trained_too() {
     train(&folder, &["--force", "--scheme", "standard,dar_block", "--steps", "12"]).succeeded();
     for (scheme, supervised) in ["standard", "dar_block"].into_iter().zip(supervised) {
         let plain = metrics(&folder, scheme);
-        let loss = |row: &[String; 4]| row[1].parse::<f64>().unwrap();
+        let loss = |row: &[String; 5]| row[1].parse::<f64>().unwrap();
         // The metrics are those of the last layer, so both start at the same loss and part then.
         assert!((loss(&plain[0]) - loss(&supervised[0])).abs() < 1e-4, "{scheme}");
         assert!((loss(&plain[11]) - loss(&supervised[11])).abs() > 1e-4, "{scheme}");
@@ -169,7 +195,7 @@ fn a_stopped_run_goes_on_bit_for_bit() {
     // What is not said again is the run's.
     run("train", parts.path(), &["--output", "out", "--resume"]).succeeded();
     for scheme in ["standard", "dar_block"] {
-        let losses = |folder| metrics(folder, scheme).into_iter().map(|[step, train, valid, _]| [step, train, valid]);
+        let losses = |folder| metrics(folder, scheme).into_iter().map(|[step, train, valid, ..]| [step, train, valid]);
         assert_eq!(losses(&whole).collect::<Vec<_>>(), losses(&parts).collect::<Vec<_>>());
         assert_eq!(parameters(&whole, scheme), parameters(&parts, scheme));
     }

@@ -1,5 +1,8 @@
+use std::fs;
+
 use burn::config::Config;
 use dar_burn::model::{DecoderConfig, FeedForwardConfig, Method, MoeConfig, Preset};
+use dar_burn::ops::{Implementation, Memory};
 use dar_burn::{BranchLayout, ResidualConfig};
 
 use super::{config, dense, mixture, residuals};
@@ -18,6 +21,34 @@ fn a_configuration_survives_its_file() {
         config.save(&path).unwrap();
         assert_eq!(DecoderConfig::load(&path).unwrap(), config);
     }
+}
+
+#[test]
+fn a_configuration_of_before_a_field_loads_with_its_default() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let path = folder.path().join("decoder.json");
+    let load = |json: &serde_json::Value| {
+        fs::write(&path, json.to_string()).unwrap();
+        DecoderConfig::load(&path)
+    };
+    for residual in [ResidualConfig::Standard, ResidualConfig::dar_block(2), ResidualConfig::attnres_block(2)] {
+        let config = config(dense(), residual);
+        let mut json = serde_json::to_value(&config).unwrap();
+        for field in ["rope_base", "gated_attention", "norm_eps"] {
+            assert!(json.as_object_mut().unwrap().remove(field).is_some(), "{field}");
+        }
+        for scheme in ["Dar", "AttnRes"] {
+            if let Some(scheme) = json["residual"].get_mut(scheme).and_then(|scheme| scheme.as_object_mut()) {
+                assert!(scheme.remove("memory").is_some() && scheme.remove("implementation").is_some());
+            }
+        }
+        assert_eq!(load(&json).unwrap(), config);
+        json.as_object_mut().unwrap().remove("layers");
+        assert!(load(&json).unwrap_err().to_string().contains("layers"));
+    }
+    let residual = ResidualConfig::dar_block(2).with_memory(Memory::Leanest);
+    let lean = config(dense(), residual.with_implementation(Implementation::Composed)).with_gated_attention(true);
+    assert_eq!(load(&serde_json::to_value(&lean).unwrap()).unwrap(), lean);
 }
 
 #[test]

@@ -99,7 +99,7 @@ fn the_order_of_tokens_does_not_matter() {
 }
 
 #[test]
-fn even_routing_has_a_balance_of_one() {
+fn even_routing_has_a_balance_of_one_and_one_expert_for_all_that_of_their_number() {
     let device = flex();
     // Each token prefers another pair of experts, by the same margin.
     let mut model = experts(4, 2, &device);
@@ -111,6 +111,15 @@ fn even_routing_has_a_balance_of_one() {
     let x = Tensor::<3>::from_data(TensorData::new(x, [1, 4, D_MODEL]), &device);
     let balance = host(model.forward(x).1)[0];
     assert!((balance - 1.0).abs() < 1e-6, "{balance}");
+
+    // All tokens to one of four experts, and surely: four times as much as even.
+    let mut collapsed = experts(4, 1, &device);
+    let router: Vec<f64> = (0..4 * D_MODEL).map(|i| if i % 4 == 2 { 100.0 } else { 0.0 }).collect();
+    let router = Tensor::<2>::from_data(TensorData::new(router, [D_MODEL, 4]), &device);
+    collapsed.router = collapsed.router.map(|_| router);
+    let ones = Tensor::<3>::ones([1, 4, D_MODEL], &device);
+    let balance = host(collapsed.forward(ones).1)[0];
+    assert!((balance - 4.0).abs() < 1e-6, "{balance}");
 
     // Equal probabilities: ties go to the first experts, whose share is then half each.
     model.router = model.router.map(|router| router.zeros_like());

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use burn::tensor::{Tensor, TensorData};
-use ndarray::{Array1, Array2, ArrayD};
+use ndarray::{Array1, Array2, Array3, ArrayD};
 
+use super::check::{require_shape, require_value};
 use super::intervention::{fixed_mixers, identity_mixers, keep_largest};
 use crate::nn::Observer;
 use crate::ops::numeric::require;
@@ -30,12 +31,24 @@ pub enum Intervention {
     /// Every branch writes its `n` largest weights of a token, rescaled to the sum of all (mHC stream analysis, Figure 3).
     KeepWrites(usize),
     /// After the write of a branch one stream is kept, or none, and the others are zero (DAR paper, Figure 6). Entries
-    /// that are stored already stay.
+    /// that are stored already stay. The first branch of a layer of CASCADE has no write of its own: name the second.
     KeepStream {
         /// The branch.
         branch: usize,
         /// The stream that stays.
         kept: Option<usize>,
+    },
+    /// After the write of a branch every token's state is moved by a vector of its own (Stream separation, 5). Entries
+    /// that are stored already stay. Of a layer of CASCADE, name the second branch.
+    ///
+    /// A pass panics if there is not one offset a token, of the state's width, or no such stream.
+    Steer {
+        /// The branch.
+        branch: usize,
+        /// The stream that moves; every stream if there is none.
+        stream: Option<usize>,
+        /// What is added to the state of each token, places in the flattened `[batch, sequence]`. `[tokens, d_model]`
+        offsets: Array2<f64>,
     },
 }
 
@@ -89,6 +102,27 @@ impl Observer for Intervention {
                 let mask = mask.into_shape_with_order([1, streams, 1]).expect("one mask a stream");
                 let mask = on_device(mask.into_dyn(), &state);
                 state * mask
+            }
+            Self::Steer { branch: at, stream, offsets } if *at == branch => {
+                let [tokens, streams, d_model] = state.dims();
+                let (operation, argument) = ("Intervention::Steer", "offsets");
+                let expected = format!("[tokens, d_model] = {:?} as of the state", [tokens, d_model]);
+                let fits = offsets.dim() == (tokens, d_model);
+                require(require_shape(fits, operation, argument, expected, offsets.shape()));
+                let moves = |j: usize| stream.is_none_or(|stream| stream == j);
+                let expected = format!("a stream below {streams}");
+                require(require_value(
+                    (0..streams).any(moves),
+                    operation,
+                    "stream",
+                    &expected,
+                    stream.unwrap_or_default(),
+                ));
+                let moved = Array3::from_shape_fn((tokens, streams, d_model), |(token, j, feature)| {
+                    if moves(j) { offsets[[token, feature]] } else { 0.0 }
+                });
+                let moved = on_device(moved.into_dyn(), &state);
+                state + moved
             }
             _ => state,
         }

@@ -34,6 +34,7 @@
 //! | is the softmax geometry well conditioned? | [`SoftmaxCovariance`], [`Spectrum`] | Stream separation, Tables 1 and 2, Figure 2 |
 //! | does linear steering work at this layer? | [`concept_direction`], [`LayerGeometry`] | Stream separation, Table 4 |
 //! | what does steering disturb? | [`steer`], [`first_reach`] | Stream separation, Table 3 |
+//! | is steering linear and of the right sign at every layer? | [`steering_sweep`] | Stream separation, 5 |
 //! | how are layers supervised? | [`layer_loss_weights`] | Stream separation, B.3 |
 //!
 //! # Conventions
@@ -67,6 +68,7 @@ mod spectrum;
 mod steering;
 mod streams;
 mod supervision;
+mod sweep;
 
 pub use change::Intervention;
 pub use cka::{LAST_TOKENS, SEQUENCES, cka_matrix, last_tokens, linear_cka};
@@ -92,3 +94,4 @@ pub use steering::{
 };
 pub use streams::{mean_pair_cosine, stream_cosines};
 pub use supervision::{LAYER_LOSS_WEIGHT, layer_loss_weights};
+pub use sweep::{SteeringPrompt, SteeringSites, SteeringSweep, SweptLayer, steering_sweep};

@@ -1,12 +1,16 @@
 use burn::config::Config;
 use burn::tensor::Device;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::decoder::Decoder;
 use crate::nn::{BranchLayout, ResidualConfig, ResidualConfigError};
 
 /// A decoder-only Transformer. The papers' sizes are in [`Preset`](super::Preset).
-#[derive(Config, Debug, PartialEq)]
+///
+/// A saved configuration may leave out every field that [`new`](Self::new) gives a default: one that was saved before a
+/// field existed loads with what models were then. (Burn's derive has no such thing, so this is written by hand.)
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
     /// Number of token ids.
     pub vocab_size: usize,
@@ -22,16 +26,27 @@ pub struct DecoderConfig {
     pub feed_forward: FeedForwardConfig,
     /// How the residual is carried: the one line to change.
     pub residual: ResidualConfig,
-    /// Base of the rotary position encoding.
-    #[config(default = 1e4)]
+    /// Base of the rotary position encoding; 10 000 by default.
+    #[serde(default = "rope_base")]
     pub rope_base: f64,
-    /// Attention branches scale each head's output by a gate of their input; see [`Attention`](super::Attention).
-    #[config(default = false)]
+    /// Attention branches scale each head's output by a gate of their input; see [`Attention`](super::Attention). Not by
+    /// default.
+    #[serde(default)]
     pub gated_attention: bool,
-    /// Epsilon of the branch norms and the final norm.
-    #[config(default = 1e-6)]
+    /// Epsilon of the branch norms and the final norm; 1e-6 by default.
+    #[serde(default = "norm_eps")]
     pub norm_eps: f64,
 }
+
+fn rope_base() -> f64 {
+    1e4
+}
+
+fn norm_eps() -> f64 {
+    1e-6
+}
+
+impl Config for DecoderConfig {}
 
 /// The feed-forward branches of a decoder, all SwiGLU: `(silu(x W_gate) * (x W_up)) W_down`.
 #[derive(Config, Debug, PartialEq, Eq)]
@@ -75,6 +90,45 @@ pub enum ModelConfigError {
 }
 
 impl DecoderConfig {
+    /// A decoder of these sizes, with the defaults of the other fields.
+    pub fn new(
+        vocab_size: usize,
+        d_model: usize,
+        layers: usize,
+        heads: usize,
+        kv_heads: usize,
+        feed_forward: FeedForwardConfig,
+        residual: ResidualConfig,
+    ) -> Self {
+        Self {
+            vocab_size,
+            d_model,
+            layers,
+            heads,
+            kv_heads,
+            feed_forward,
+            residual,
+            rope_base: rope_base(),
+            gated_attention: false,
+            norm_eps: norm_eps(),
+        }
+    }
+
+    /// The same with another [`rope_base`](Self::rope_base).
+    pub fn with_rope_base(self, rope_base: f64) -> Self {
+        Self { rope_base, ..self }
+    }
+
+    /// The same with or without [`gated_attention`](Self::gated_attention).
+    pub fn with_gated_attention(self, gated_attention: bool) -> Self {
+        Self { gated_attention, ..self }
+    }
+
+    /// The same with another [`norm_eps`](Self::norm_eps).
+    pub fn with_norm_eps(self, norm_eps: f64) -> Self {
+        Self { norm_eps, ..self }
+    }
+
     /// Refuses a configuration that no decoder can have, with the reason.
     pub fn validate(&self) -> Result<(), ModelConfigError> {
         positive("vocab_size", self.vocab_size)?;

@@ -383,14 +383,20 @@ impl AttnRes {
             Some(partial) => partial + output,
             None => output,
         };
-        let partial = match observer {
-            Some(observer) => observer.state(branch, partial),
-            None => partial,
+        let value = self.project(history.len(), partial.clone().squeeze_dim(1));
+        let (partial, value) = match (observer, value) {
+            (None, value) => (partial, value),
+            (Some(observer), None) => (observer.state(branch, partial), None),
+            (Some(observer), Some(value)) => {
+                // With projected values every branch output is an entry at once: a key and a value.
+                let entry = observer.state(branch, Tensor::cat(vec![partial, value], 1));
+                (entry.clone().narrow(1, 0, 1), Some(entry.narrow(1, 1, 1)))
+            }
         };
         if !(branch + 1).is_multiple_of(self.branches_per_block) {
             return ComposedState { history, open: Some(Open { retrieved, partial }) };
         }
-        let history = match self.project(history.len(), partial.clone().squeeze_dim(1)) {
+        let history = match value {
             Some(value) => history.append_with_value(partial, value),
             None => history.append(partial),
         };

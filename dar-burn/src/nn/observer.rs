@@ -13,10 +13,13 @@ use crate::ops::{Gates, StreamMaps};
 /// | scheme | retrieval | gates | maps | streams of a state |
 /// |---|---|---|---|---|
 /// | standard | | | | 1 |
-/// | AttnRes | every read | | | 1: the open block's sum |
+/// | AttnRes | every read | | | 1: the open block's sum; 2 with separate values: source and projected value |
 /// | DAR | every read | every branch | | 2: the partial state |
 /// | HC, mHC | | | every branch | n |
-/// | CASCADE | | | | 2: token and context, after every layer |
+/// | CASCADE | | | | 2: token and context, after every second branch |
+///
+/// Both branches of a layer of CASCADE read one state and are written together, when the second has been: after the first
+/// there is no new state that a branch could read, and [`state`](Self::state) is not called.
 pub trait Observer: Debug + Send + Sync {
     /// The retrieval weights of a read. They are computed when asked for, from the same operands as the read.
     ///

@@ -34,7 +34,7 @@ mod tape;
 use burn::backend::{Dispatch, DispatchDevice};
 use burn::tensor::{DType, Device, Tensor};
 use dar_kernels::{KernelError, Routing};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use self::autodiff::PassOps;
 use self::kernels::{OptionalSite, OptionalTensor, Site};
@@ -43,7 +43,9 @@ use super::numeric::{BranchNorm, require, require_device};
 use super::read::{GateWeights, SiteWeights, check_site};
 
 /// What a pass keeps for its backward. The gradients are the same.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+///
+/// A configuration that was saved before there was a choice loads with the default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub enum Memory {
     /// Retrieved and partial states, besides what exists anyway: 5 `[tokens, d_model]` a branch and two streams.
     #[default]
@@ -54,13 +56,49 @@ pub enum Memory {
 }
 
 /// How a scheme that keeps a history computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+///
+/// A configuration that was saved before there was a choice loads with the default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub enum Implementation {
     /// Kernels with a hand-written backward on CubeCL devices, operations with a hand-written backward on Flex.
     #[default]
     Fused,
     /// The graph of the operations of [`ops`](crate::ops) as they are written, differentiated by Burn: the reference.
     Composed,
+}
+
+// Serde asks the type of a missing field for an `Option`, and Burn's Config derive takes no attribute that would say what
+// is missing then: so both read themselves as one.
+impl<'de> Deserialize<'de> for Memory {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(rename = "Memory")]
+        enum Named {
+            Fastest,
+            Leanest,
+        }
+        Ok(match Option::deserialize(deserializer)? {
+            None => Self::default(),
+            Some(Named::Fastest) => Self::Fastest,
+            Some(Named::Leanest) => Self::Leanest,
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for Implementation {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(rename = "Implementation")]
+        enum Named {
+            Fused,
+            Composed,
+        }
+        Ok(match Option::deserialize(deserializer)? {
+            None => Self::default(),
+            Some(Named::Fused) => Self::Fused,
+            Some(Named::Composed) => Self::Composed,
+        })
+    }
 }
 
 /// The sizes and the form of a pass.
