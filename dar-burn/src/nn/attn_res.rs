@@ -3,13 +3,14 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
-use super::fused::{FusedState, Written, check_output, normed, stack_queries};
+use super::fused::{self, HistoryScheme, Written, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::observer::Observer;
 use super::params::{identities, zeros};
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::{
-    BranchNorm, History, Implementation, Memory, Retrieved, accumulator, attnres_read, merge, prefix, retrieval_weights,
+    History, Implementation, Memory, Retrieved, SiteWeights, accumulator, attnres_read, merge, prefix,
+    retrieval_weights,
 };
 
 /// Attention Residuals (DAR paper, equations 2–5; Kimi Team et al.): every branch reads a softmax mix of earlier states.
@@ -162,13 +163,6 @@ pub struct AttnRes {
 }
 
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
-pub(super) enum AttnResState {
-    Fused(FusedState),
-    Composed(ComposedState),
-}
-
-#[derive(Debug, Clone)]
 pub(super) struct ComposedState {
     history: History,
     open: Option<Open>,
@@ -184,27 +178,10 @@ struct Open {
 }
 
 #[derive(Debug, Clone)]
-pub(super) enum AttnResPending {
-    Fused(Pass),
-    Composed(ComposedPending),
-}
-
-#[derive(Debug, Clone)]
 pub(super) struct ComposedPending {
     history: History,
     retrieved: Vec<Retrieved>,
     partial: Option<Tensor<3>>,
-}
-
-impl AttnResPending {
-    /// Panics unless `output` has the element type and the device of what is carried.
-    #[track_caller]
-    pub(super) fn check<const D: usize>(&self, output: &Tensor<D>) {
-        match self {
-            Self::Fused(pass) => check_output(pass.carried(), output),
-            Self::Composed(pending) => check_output(&pending.history.value(0), output),
-        }
-    }
 }
 
 impl AttnRes {
@@ -231,93 +208,83 @@ impl AttnRes {
         }
     }
 
-    /// A fused pass has no place for an observer.
-    #[track_caller]
-    pub(super) fn start(&self, x: Tensor<2>, observed: bool) -> AttnResState {
-        let [tokens, d_model] = x.dims();
-        // Nothing to fuse without tokens.
-        if observed || self.implementation == Implementation::Composed || tokens == 0 {
-            return AttnResState::Composed(self.start_composed(x));
-        }
-        let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));
-        let queries = queries.chain([self.output_query.val()]).map(|query| query.unsqueeze_dim(0)).collect();
-        let queries = stack_queries(queries, 1, &x);
-        let pass = match self.entry(0, x.clone()) {
-            Some(entry) => Pass::start(self.plan(d_model), entry, queries),
-            None => Pass::start(self.plan(d_model), x, queries),
-        };
-        AttnResState::Fused(FusedState { pass, written: Written::Nothing })
-    }
-
-    #[track_caller]
-    pub(super) fn read(
-        &self,
-        branch: usize,
-        state: AttnResState,
-        norm: Option<&BranchNorm>,
-        observer: Option<&dyn Observer>,
-    ) -> (Tensor<2>, AttnResPending) {
-        match state {
-            AttnResState::Fused(state) => {
-                let (input, pass) = state.read(None, norm);
-                (input, AttnResPending::Fused(pass))
-            }
-            AttnResState::Composed(state) => {
-                let (input, pending) = self.read_composed(branch, state, observer);
-                (normed(input, norm), AttnResPending::Composed(pending))
-            }
-        }
-    }
-
-    pub(super) fn write(
-        &self,
-        branch: usize,
-        pending: AttnResPending,
-        output: Tensor<2>,
-        observer: Option<&dyn Observer>,
-    ) -> AttnResState {
-        match pending {
-            AttnResPending::Fused(pass) => {
-                let written = match self.entry(branch + 1, output.clone()) {
-                    Some(entry) => Written::Entry(entry),
-                    None => Written::Output(output),
-                };
-                AttnResState::Fused(FusedState { pass, written })
-            }
-            AttnResPending::Composed(pending) => {
-                AttnResState::Composed(self.write_composed(branch, pending, output, observer))
-            }
-        }
-    }
-
-    pub(super) fn finish(&self, state: AttnResState, observer: Option<&dyn Observer>) -> Tensor<2> {
-        match state {
-            AttnResState::Fused(state) => state.finish(),
-            AttnResState::Composed(ComposedState { history, open }) => {
-                let partial = open.map(|open| open.partial);
-                self.observe_retrieval(self.branches, &history, &partial, &self.output_query.val(), observer);
-                attnres_read(&history, partial, self.output_query.val())
-            }
-        }
-    }
-
-    /// The hidden state if the pass ended here; `None` for a fused pass, whose next read is planned.
-    pub(super) fn exit(&self, state: &AttnResState) -> Option<Tensor<2>> {
-        match state {
-            AttnResState::Fused(_) => None,
-            AttnResState::Composed(_) => Some(self.finish(state.clone(), None)),
-        }
-    }
-
     /// A source beside its projected value, if there are maps (21). `[tokens, 2, d_model]`
     fn entry(&self, source: usize, x: Tensor<2>) -> Option<Tensor<3>> {
         let value = self.project(source, x.clone())?;
         Some(Tensor::cat(vec![x.unsqueeze_dim::<3>(1), value], 1))
     }
+
+    /// Tells an observer the weights of a read.
+    fn observe_retrieval(
+        &self,
+        branch: usize,
+        history: &History,
+        partial: &Option<Tensor<3>>,
+        query: &Tensor<1>,
+        observer: Option<&dyn Observer>,
+    ) {
+        if let Some(observer) = observer {
+            observer.retrieval(branch, &|| {
+                retrieval_weights(history, partial.clone(), query.clone().unsqueeze_dim(0), Routing::SelfKeyValue)
+            });
+        }
+    }
+
+    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 1, d_model]`
+    fn block_queries(&self, branch: usize) -> Tensor<3> {
+        let queries: Vec<Tensor<1>> = self.sites().of_block(branch).map(|site| self.query(site)).collect();
+        Tensor::stack::<2>(queries, 0).unsqueeze_dim(1)
+    }
+
+    fn query(&self, site: usize) -> Tensor<1> {
+        match &self.queries[site] {
+            Some(query) => query.val(),
+            None => self.output_query.val().zeros_like(),
+        }
+    }
+
+    /// The projected value of source `source`, if there are maps (21). `[tokens, 1, d_model]`
+    fn project(&self, source: usize, state: Tensor<2>) -> Option<Tensor<3>> {
+        let maps = self.value_maps.as_ref()?.val();
+        let [count, d_model, _] = maps.dims();
+        let map = maps.narrow(0, source * count / (self.branches + 1), 1).reshape([d_model, d_model]);
+        let dtype = state.dtype();
+        let value = state.cast(accumulator(dtype)).matmul(map.transpose().cast(accumulator(dtype)));
+        Some(value.cast(dtype).unsqueeze_dim(1))
+    }
 }
 
-/// The equations as they are written.
-impl AttnRes {
+impl HistoryScheme for AttnRes {
+    type State = ComposedState;
+    type Pending = ComposedPending;
+
+    fn implementation(&self) -> Implementation {
+        self.implementation
+    }
+
+    #[track_caller]
+    fn start_fused(&self, x: Tensor<2>) -> Pass {
+        let d_model = x.dims()[1];
+        let queries = (0..self.branches).map(|branch| self.query(self.sites().of(branch)));
+        let queries = queries.chain([self.output_query.val()]).map(|query| query.unsqueeze_dim(0)).collect();
+        let queries = stack_queries(queries, 1, &x);
+        match self.entry(0, x.clone()) {
+            Some(entry) => Pass::start(self.plan(d_model), entry, queries),
+            None => Pass::start(self.plan(d_model), x, queries),
+        }
+    }
+
+    fn site_weights(&self, _branch: usize) -> Option<SiteWeights> {
+        None
+    }
+
+    fn written(&self, branch: usize, output: Tensor<2>) -> Written {
+        match self.entry(branch + 1, output.clone()) {
+            Some(entry) => Written::Entry(entry),
+            None => Written::Output(output),
+        }
+    }
+
     fn start_composed(&self, x: Tensor<2>) -> ComposedState {
         let value = self.project(0, x.clone());
         let history = History::new(x.unsqueeze_dim(1), self.eps);
@@ -354,22 +321,6 @@ impl AttnRes {
         }
     }
 
-    /// Tells an observer the weights of a read.
-    fn observe_retrieval(
-        &self,
-        branch: usize,
-        history: &History,
-        partial: &Option<Tensor<3>>,
-        query: &Tensor<1>,
-        observer: Option<&dyn Observer>,
-    ) {
-        if let Some(observer) = observer {
-            observer.retrieval(branch, &|| {
-                retrieval_weights(history, partial.clone(), query.clone().unsqueeze_dim(0), Routing::SelfKeyValue)
-            });
-        }
-    }
-
     fn write_composed(
         &self,
         branch: usize,
@@ -403,26 +354,16 @@ impl AttnRes {
         ComposedState { history, open: None }
     }
 
-    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 1, d_model]`
-    fn block_queries(&self, branch: usize) -> Tensor<3> {
-        let queries: Vec<Tensor<1>> = self.sites().of_block(branch).map(|site| self.query(site)).collect();
-        Tensor::stack::<2>(queries, 0).unsqueeze_dim(1)
+    fn finish_composed(&self, state: ComposedState, observer: Option<&dyn Observer>) -> Tensor<2> {
+        let ComposedState { history, open } = state;
+        let partial = open.map(|open| open.partial);
+        self.observe_retrieval(self.branches, &history, &partial, &self.output_query.val(), observer);
+        attnres_read(&history, partial, self.output_query.val())
     }
+}
 
-    fn query(&self, site: usize) -> Tensor<1> {
-        match &self.queries[site] {
-            Some(query) => query.val(),
-            None => self.output_query.val().zeros_like(),
-        }
-    }
-
-    /// The projected value of source `source`, if there are maps (21). `[tokens, 1, d_model]`
-    fn project(&self, source: usize, state: Tensor<2>) -> Option<Tensor<3>> {
-        let maps = self.value_maps.as_ref()?.val();
-        let [count, d_model, _] = maps.dims();
-        let map = maps.narrow(0, source * count / (self.branches + 1), 1).reshape([d_model, d_model]);
-        let dtype = state.dtype();
-        let value = state.cast(accumulator(dtype)).matmul(map.transpose().cast(accumulator(dtype)));
-        Some(value.cast(dtype).unsqueeze_dim(1))
+impl fused::ComposedPending for ComposedPending {
+    fn carried(&self) -> Tensor<3> {
+        self.history.value(0)
     }
 }

@@ -4,7 +4,7 @@ use burn::tensor::{Device, Tensor};
 use dar_kernels::Routing;
 
 use super::attn_res::check_tying;
-use super::fused::{FusedState, Written, check_output, normed, stack_queries};
+use super::fused::{self, HistoryScheme, Written, stack_queries};
 use super::layout::{BranchLayout, ResidualConfigError, Sites, Tying, refuse_unless, refuse_unless_eps};
 use super::observer::Observer;
 use super::params::zeros;
@@ -12,7 +12,7 @@ use super::site::DarSite;
 use crate::ops::pass::{Pass, Plan};
 use crate::ops::read::residual_read_observed;
 use crate::ops::{
-    BranchNorm, History, Implementation, Memory, Retrieved, output_read, prefix, retrieval_weights, write, write_first,
+    History, Implementation, Memory, Retrieved, SiteWeights, output_read, prefix, retrieval_weights, write, write_first,
 };
 
 /// Dual Attention Residuals (DAR paper, equations 6–18): two residual streams, each retrieving its own history under the
@@ -148,13 +148,6 @@ pub struct Dar {
 }
 
 #[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
-pub(super) enum DarState {
-    Fused(FusedState),
-    Composed(ComposedState),
-}
-
-#[derive(Debug, Clone)]
 pub(super) struct ComposedState {
     history: History,
     open: Option<Open>,
@@ -167,13 +160,6 @@ struct Open {
     retrieved: Vec<Retrieved>,
     /// `[tokens, 2, d_model]`
     partial: Tensor<3>,
-}
-
-#[derive(Debug, Clone)]
-#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
-pub(super) enum DarPending {
-    Fused(Pass),
-    Composed(ComposedPending),
 }
 
 #[derive(Debug, Clone)]
@@ -209,71 +195,37 @@ impl Dar {
         &self.sites[self.layout().of(branch)]
     }
 
-    /// A fused pass has no place for an observer.
-    #[track_caller]
-    pub(super) fn start(&self, x: Tensor<2>, observed: bool) -> DarState {
-        // Nothing to fuse without tokens.
-        if observed || self.implementation == Implementation::Composed || x.dims()[0] == 0 {
-            return DarState::Composed(self.start_composed(x));
-        }
-        let queries = (0..self.branches).map(|branch| self.site(branch).query(self.d_model));
-        let queries = queries.chain([self.output_query.val()]).collect();
-        let queries = stack_queries(queries, 2, &x);
-        DarState::Fused(FusedState { pass: Pass::start(self.plan(), x, queries), written: Written::Nothing })
-    }
-
-    #[track_caller]
-    pub(super) fn read(
-        &self,
-        branch: usize,
-        state: DarState,
-        norm: Option<&BranchNorm>,
-        observer: Option<&dyn Observer>,
-    ) -> (Tensor<2>, DarPending) {
-        match state {
-            DarState::Fused(state) => {
-                let (input, pass) = state.read(Some(&self.site(branch).weights()), norm);
-                (input, DarPending::Fused(pass))
-            }
-            DarState::Composed(state) => {
-                let (input, pending) = self.read_composed(branch, state, observer);
-                (normed(input, norm), DarPending::Composed(pending))
-            }
-        }
-    }
-
-    pub(super) fn write(
-        &self,
-        branch: usize,
-        pending: DarPending,
-        output: Tensor<2>,
-        observer: Option<&dyn Observer>,
-    ) -> DarState {
-        match pending {
-            DarPending::Fused(pass) => DarState::Fused(FusedState { pass, written: Written::Output(output) }),
-            DarPending::Composed(pending) => DarState::Composed(self.write_composed(branch, pending, output, observer)),
-        }
-    }
-
-    pub(super) fn finish(&self, state: DarState, observer: Option<&dyn Observer>) -> Tensor<2> {
-        match state {
-            DarState::Fused(state) => state.finish(),
-            DarState::Composed(ComposedState { history, open }) => {
-                let partial = open.map(|open| open.partial);
-                if let Some(observer) = observer {
-                    let (partial, query) = (partial.clone(), self.output_query.val());
-                    observer.retrieval(self.branches, &|| {
-                        retrieval_weights(&history, partial.clone(), query.clone(), self.routing)
-                    });
-                }
-                output_read(&history, partial, self.output_query.val(), self.routing)
-            }
-        }
+    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 2, d_model]`
+    fn block_queries(&self, branch: usize) -> Tensor<3> {
+        let sites = self.layout().of_block(branch);
+        Tensor::stack(sites.map(|site| self.sites[site].query(self.d_model)).collect::<Vec<_>>(), 0)
     }
 }
 
-/// The equations as they are written.
-impl Dar {
+impl HistoryScheme for Dar {
+    type State = ComposedState;
+    type Pending = ComposedPending;
+
+    fn implementation(&self) -> Implementation {
+        self.implementation
+    }
+
+    #[track_caller]
+    fn start_fused(&self, x: Tensor<2>) -> Pass {
+        let queries = (0..self.branches).map(|branch| self.site(branch).query(self.d_model));
+        let queries = queries.chain([self.output_query.val()]).collect();
+        let queries = stack_queries(queries, 2, &x);
+        Pass::start(self.plan(), x, queries)
+    }
+
+    fn site_weights(&self, branch: usize) -> Option<SiteWeights> {
+        Some(self.site(branch).weights())
+    }
+
+    fn written(&self, _branch: usize, output: Tensor<2>) -> Written {
+        Written::Output(output)
+    }
+
     fn start_composed(&self, x: Tensor<2>) -> ComposedState {
         // H_0 holds the embedding twice (6).
         let embedding = x.unsqueeze_dim::<3>(1).repeat_dim(1, 2);
@@ -333,28 +285,21 @@ impl Dar {
         }
     }
 
-    /// The hidden state if the pass ended here; `None` for a fused pass, whose next read is planned.
-    pub(super) fn exit(&self, state: &DarState) -> Option<Tensor<2>> {
-        match state {
-            DarState::Fused(_) => None,
-            DarState::Composed(_) => Some(self.finish(state.clone(), None)),
+    fn finish_composed(&self, state: ComposedState, observer: Option<&dyn Observer>) -> Tensor<2> {
+        let ComposedState { history, open } = state;
+        let partial = open.map(|open| open.partial);
+        if let Some(observer) = observer {
+            let (partial, query) = (partial.clone(), self.output_query.val());
+            observer.retrieval(self.branches, &|| {
+                retrieval_weights(&history, partial.clone(), query.clone(), self.routing)
+            });
         }
-    }
-
-    /// The queries of the sites that the block beginning with `branch` uses. `[sites, 2, d_model]`
-    fn block_queries(&self, branch: usize) -> Tensor<3> {
-        let sites = self.layout().of_block(branch);
-        Tensor::stack(sites.map(|site| self.sites[site].query(self.d_model)).collect::<Vec<_>>(), 0)
+        output_read(&history, partial, self.output_query.val(), self.routing)
     }
 }
 
-impl DarPending {
-    /// Panics unless `output` has the element type and the device of what is carried.
-    #[track_caller]
-    pub(super) fn check<const D: usize>(&self, output: &Tensor<D>) {
-        match self {
-            Self::Fused(pass) => check_output(pass.carried(), output),
-            Self::Composed(pending) => check_output(&pending.history.value(0), output),
-        }
+impl fused::ComposedPending for ComposedPending {
+    fn carried(&self) -> Tensor<3> {
+        self.history.value(0)
     }
 }

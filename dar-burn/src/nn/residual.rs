@@ -6,10 +6,10 @@ use burn::module::Module;
 use burn::tensor::{Device, Shape, Tensor};
 use dar_kernels::{KernelError, Routing};
 
-use super::attn_res::{AttnRes, AttnResConfig, AttnResPending, AttnResState};
+use super::attn_res::{self, AttnRes, AttnResConfig};
 use super::cascade::{Cascade, CascadePending, CascadeState};
-use super::dar::{Dar, DarConfig, DarPending, DarState};
-use super::fused::{check_output, normed};
+use super::dar::{self, Dar, DarConfig};
+use super::fused::{HistoryPending, HistoryScheme, HistoryState, check_output, normed};
 use super::hyper::{HyperConfig, HyperConnections, HyperPending};
 use super::layout::{BranchLayout, ResidualConfigError, refuse_unless};
 use super::mhc::{Mhc, MhcConfig};
@@ -228,8 +228,8 @@ pub struct Pending<const D: usize> {
 #[derive(Debug, Clone)]
 enum Carry {
     Standard(Tensor<2>),
-    AttnRes(AttnResState),
-    Dar(DarState),
+    AttnRes(HistoryState<attn_res::ComposedState>),
+    Dar(HistoryState<dar::ComposedState>),
     Streams(Tensor<3>),
     Cascade(CascadeState),
 }
@@ -237,8 +237,8 @@ enum Carry {
 #[derive(Debug, Clone)]
 enum PendingCarry {
     Standard(Tensor<2>),
-    AttnRes(AttnResPending),
-    Dar(DarPending),
+    AttnRes(HistoryPending<attn_res::ComposedPending>),
+    Dar(HistoryPending<dar::ComposedPending>),
     Streams(HyperPending),
     Cascade(CascadePending),
 }
