@@ -5,6 +5,7 @@
 //! operation    what it computes, which bytes must move, and the composed graph, in any element type and on any device
 //! fused        its kernels on buffers
 //! run          for each: check against the composed graph in f64 → criterion → a copy of as many bytes
+//! unfused      the composed graph once more in a process of its own, without Burn's fusion
 //! ```
 //!
 //! What is computed depends on a token only through its index modulo a small number, so that a graph of so few tokens on
@@ -17,6 +18,7 @@ mod run;
 mod shapes;
 #[path = "../support/mod.rs"]
 mod support;
+mod unfused;
 
 use std::process::ExitCode;
 
@@ -41,8 +43,15 @@ fn run() -> Result<ExitCode, Failure> {
         println!("host    {}", machine.host);
     }
     let mut bench = Bench::new(&opened, quick)?;
+    if unfused::is_asked() {
+        bench.run_composed(unfused::NAME)?;
+        return unfused::hand_over(&bench.finish(machine)).map(|()| ExitCode::SUCCESS);
+    }
     bench.run_all()?;
-    let part = bench.finish(machine);
+    let mut part = bench.finish(machine);
+    if !asked("--list") {
+        part.results.extend(unfused::measure()?.results);
+    }
     // Nothing was measured by `--list`, or by a filter that fits nothing.
     if !part.results.is_empty() {
         report::write_kernels(&machine::report_folder(), &part)?;

@@ -74,8 +74,24 @@ impl Bench {
         })
     }
 
-    /// Every operation, direction, implementation and size.
+    /// Every operation, direction, implementation and size, with Burn's fusion.
     pub fn run_all(&mut self) -> Result<(), Failure> {
+        self.run(|bench, problem, direction| {
+            bench.fused(problem, direction, Packing::InverseRms)?;
+            // Both packings have one backward.
+            if direction == Direction::Forward && matches!(problem.operation, Operation::Pack | Operation::Prefix) {
+                bench.fused(problem, direction, Packing::Keys)?;
+            }
+            bench.composed("composed", problem, direction)
+        })
+    }
+
+    /// The composed graph alone, under this name.
+    pub fn run_composed(&mut self, name: &'static str) -> Result<(), Failure> {
+        self.run(|bench, problem, direction| bench.composed(name, problem, direction))
+    }
+
+    fn run(&mut self, measure: impl Fn(&mut Self, Problem, Direction) -> Result<(), Failure>) -> Result<(), Failure> {
         let problems = self.problems()?;
         let mut operations: Vec<Operation> = problems.iter().map(|problem| problem.operation).collect();
         operations.sort();
@@ -85,12 +101,7 @@ impl Bench {
                 let fits =
                     |problem: &&Problem| problem.operation == operation && problem.directions().contains(&direction);
                 for &problem in problems.iter().filter(fits) {
-                    self.fused(problem, direction, Packing::InverseRms)?;
-                    // Both packings have one backward.
-                    if direction == Direction::Forward && matches!(operation, Operation::Pack | Operation::Prefix) {
-                        self.fused(problem, direction, Packing::Keys)?;
-                    }
-                    self.composed(problem, direction)?;
+                    measure(self, problem, direction)?;
                 }
             }
         }
@@ -157,15 +168,15 @@ impl Bench {
         })
     }
 
-    fn composed(&mut self, problem: Problem, direction: Direction) -> Result<(), Failure> {
+    fn composed(&mut self, name: &'static str, problem: Problem, direction: Direction) -> Result<(), Failure> {
         let (device, cpu) = (self.device.clone(), self.cpu.clone());
         let mut graph: Option<Graph> = None;
-        self.bench("composed", problem, direction, move |iterations| {
+        self.bench(name, problem, direction, move |iterations| {
             let graph = match &mut graph {
                 Some(graph) => graph,
                 none => {
                     let made = Graph::new(problem, direction, &device);
-                    check("composed", problem, direction, &outputs(&made, direction), &cpu)?;
+                    check(name, problem, direction, &outputs(&made, direction), &cpu)?;
                     none.insert(made)
                 }
             };

@@ -125,8 +125,8 @@ pub fn kernel_table(part: &KernelsPart) -> String {
         text += &table(&header, results.map(kernel_line));
     }
     text += "\nMedian (quartiles). Bytes that must move: every operand once. *fused*: a kernel of dar-kernels; *fused_keys*: on a history with packed keys; *composed*: \
-             the graph of Burn's operations with Burn's fusion, which is part of every build with CubeCL; a build without \
-             it is not measured. The backward of *composed* is timed after its forward, one at a time; kernels are \
+             the graph of Burn's operations with Burn's fusion; *composed_unfused*: without it, in a process of its own. \
+             The backward of *composed* is timed after its forward, one at a time; kernels are \
              launched many at a time. Size: entries (r), queries (q), tokens (t), streams (s), d_model (d).\n";
     text
 }

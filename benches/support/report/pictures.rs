@@ -247,7 +247,7 @@ fn by_group<K: Ord>(
 ) -> BTreeMap<(String, bool, String, K), Vec<&KernelResult>> {
     let mut groups = BTreeMap::new();
     for result in &part.results {
-        let composed = result.implementation == "composed";
+        let composed = result.implementation.starts_with("composed");
         let name = match result.implementation.as_str() {
             "fused" => result.group.clone(),
             other => format!("{}, {other}", result.group),
