@@ -28,14 +28,15 @@ pub struct Task {
 }
 
 impl Task {
-    /// The tasks of a file of the form that `tasks.txt` explains, or of that file.
+    /// The tasks of a file of the form that `tasks.txt` explains, or of that file. Of that file, what a vocabulary does
+    /// not tell apart is left out; one's own is refused then.
     pub fn read(path: Option<&Path>, vocabulary: &Vocabulary) -> Result<Vec<Self>, Failure> {
-        let Some(path) = path else { return Self::parse(TASKS, "tasks.txt", vocabulary) };
+        let Some(path) = path else { return Self::parse(TASKS, "tasks.txt", vocabulary, false) };
         let text = fs::read_to_string(path).map_err(failed_to("read", path))?;
-        Self::parse(&text, &path.display().to_string(), vocabulary)
+        Self::parse(&text, &path.display().to_string(), vocabulary, true)
     }
 
-    fn parse(text: &str, source: &str, vocabulary: &Vocabulary) -> Result<Vec<Self>, Failure> {
+    fn parse(text: &str, source: &str, vocabulary: &Vocabulary, strict: bool) -> Result<Vec<Self>, Failure> {
         let mut tasks: Vec<Self> = Vec::new();
         for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
             let refuse = |why: &str| Err(Failure::usage(format!("{source}: `{line}` {why}")));
@@ -57,10 +58,13 @@ impl Task {
             };
             match open(&format!("{prompt}{target}"), &format!("{prompt}{alternative}"), vocabulary)? {
                 Some(prompt) => task.prompts.push(prompt),
-                None => return refuse("leaves no token open: its two ways have to part, after at least one token"),
+                None if strict => {
+                    return refuse("leaves no token open: its two ways have to part, after at least one token");
+                }
+                None => {}
             }
         }
-        match tasks.iter().find(|task| task.prompts.is_empty()) {
+        match tasks.iter().find(|task| strict && task.prompts.is_empty()) {
             Some(task) => Err(Failure::usage(format!("{source}: [{}] holds no prompts", task.name))),
             None if tasks.is_empty() => Err(Failure::usage(format!("{source} holds no tasks"))),
             None => Ok(tasks),
@@ -89,9 +93,19 @@ pub fn tasks(
         report.leave_out("Steering sweeps", "--prompts is 0.");
         return Ok(());
     }
+    let (tasks, unseen): (Vec<&Task>, Vec<&Task>) = tasks.iter().partition(|task| !task.prompts.is_empty());
+    for task in unseen {
+        report.leave_out(
+            &format!("Steering sweep of {}", task.name),
+            "the tokenizer tells the two ways of no prompt apart; --tasks takes prompts of your own.",
+        );
+    }
+    if tasks.is_empty() {
+        return Ok(());
+    }
     let sites = SteeringSites::layer_ends(&subject.model.residual);
-    let chosen = |task: &'_ Task| task.prompts.len().min(prompts);
-    let bar = progress("steering sweeps", tasks.iter().map(chosen).sum::<usize>() * sites.branches.len());
+    let chosen = |task: &Task| task.prompts.len().min(prompts);
+    let bar = progress("steering sweeps", tasks.iter().map(|task| chosen(task)).sum::<usize>() * sites.branches.len());
     let mut sweeps = Vec::new();
     for task in tasks {
         let prompts = &task.prompts[..chosen(task)];
@@ -107,8 +121,8 @@ pub fn tasks(
 
     report.section(
         "Does steering work at every layer and every step size?",
-        "After each layer the state of a prompt's last token is moved along the difference of two tokens' unembeddings, to \
-         the target and from the alternative. The effect is the change of ln P(target) - ln P(alternative), in nats: it \
+        "After each layer the state of a prompt's last token is moved along the difference of two tokens' unembeddings, \
+         to the target and from the alternative. The effect is the change of ln P(target) - ln P(alternative), in nats: it \
          should have the sign of the scale, and grow with it along a line (Stream separation, 5). The paper leaves the \
          effect open; the log odds are taken because a linear head would make them exactly linear.",
     );
@@ -162,8 +176,8 @@ fn picture_and_tables(report: &mut Report, sweeps: &[(&str, SteeringSweep)]) -> 
         }));
     }
     report.say(
-        "By task: the share of prompts whose target is preferred unsteered; of layers and scales whose mean effect has the \
-         right sign; of single effects that have it; and the correlation of effect and scale at the least linear layer.",
+        "By task: the share of prompts whose target is preferred unsteered; of layers and scales whose mean effect has \
+         the right sign; of single effects that have it; and the correlation of effect and scale at the least linear layer.",
     );
     let header = ["task", "prompts", "target_preferred", "sign_correct", "prompts_sign_correct", "least_correlation"];
     report.table("sweep_tasks", &header, &totals)?;

@@ -1,5 +1,5 @@
-//! Curves over the steps as SVG: the training loss smoothed, the held-out loss as points; the router balance of mixtures of
-//! experts as the DAR paper's Figure A.2 draws it.
+//! Curves over the steps as SVG: the training loss smoothed, the held-out loss as points; the router balance of
+//! mixtures of experts as the DAR paper's Figure A.2 draws it.
 
 use std::path::Path;
 

@@ -1,6 +1,9 @@
-use burn::tensor::{Int, Tensor};
+use burn::module::Param;
+use burn::tensor::{Int, Tensor, TensorData};
 use dar_burn::diagnostics::ndarray::{Array1, Array2, Array3, array, s};
 use dar_burn::diagnostics::{SteeringPrompt, SteeringSites, SteeringSweep, steering_sweep};
+use dar_burn::model::{DecoderConfig, FeedForwardConfig};
+use dar_burn::nn::{AttnResConfig, SeparateValues};
 use dar_burn::{BranchLayout, KernelError, Residual, ResidualConfig};
 
 use super::{assert_all_close, assert_close, assert_refused, noise};
@@ -143,6 +146,43 @@ fn other_tokens_of_the_prompt_stay() {
     let direction = noise(5, (LAYERS, 1, D_MODEL));
     let [long, short] = [long, short].map(|prompt| model.sweep(&[prompt], &direction).unwrap());
     assert_all_close(long.effects(), short.effects(), 1e-6);
+}
+
+#[test]
+fn decoders_of_every_scheme_are_swept() {
+    let separate = AttnResConfig::full().with_separate_values(SeparateValues::PerSource);
+    for residual in [
+        ResidualConfig::Standard,
+        ResidualConfig::Cascade,
+        ResidualConfig::hyper_connections(3),
+        ResidualConfig::mhc(2),
+        ResidualConfig::attnres_block(1),
+        ResidualConfig::AttnRes(separate),
+        ResidualConfig::dar_block(1),
+    ] {
+        let feed_forward = FeedForwardConfig::Dense { d_ff: 16 };
+        let mut model = DecoderConfig::new(VOCAB, 8, 2, 2, 2, feed_forward, residual.clone()).init(&flex());
+        model.embedding = Param::from_tensor(tensor(3, [VOCAB, 8], 1.0, &flex()));
+        let rows: Vec<f64> = model.embedding.val().into_data().iter::<f64>().collect();
+        let rows = Array2::from_shape_vec((VOCAB, 8), rows).unwrap();
+        let prompts = prompts().map(|prompt| SteeringPrompt { target: 5, alternative: 9, ..prompt });
+        let direction = &rows.row(5) - &rows.row(9);
+        let sites = SteeringSites::layer_ends(&model.residual);
+        let directions = direction.broadcast((2, 2, 8)).unwrap();
+        let pass = |tokens, observer| model.forward_observed(tokens, observer).output.logits;
+        let sweep = steering_sweep(&prompts, &sites, directions, &[-0.2, 0.1, 0.2], &flex(), pass).unwrap();
+        for (index, prompt) in prompts.iter().enumerate() {
+            let ids: Vec<i64> = prompt.tokens.iter().map(|&token| token as i64).collect();
+            let tokens = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, prompt.tokens.len()]), &flex());
+            let logits: Vec<f64> = model.forward(tokens).logits.into_data().iter::<f64>().collect();
+            let last = &logits[logits.len() - VOCAB..];
+            assert_close(sweep.clean()[index], last[5] - last[9], 1e-4);
+        }
+        // After the last layer a read whose query is still zero and the norm follow: neither turns a step around.
+        let last = sweep.layers()[1];
+        assert_eq!((last.sign_correct, last.prompts_sign_correct), (1.0, 1.0), "{residual:?}: {sweep:?}");
+        assert!(last.line.slope > 0.0, "{residual:?}: {sweep:?}");
+    }
 }
 
 #[test]

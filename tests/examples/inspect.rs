@@ -87,7 +87,7 @@ fn every_other_scheme_leaves_out_what_it_has_not() {
     let schemes = "standard,attnres_block,attnres_sepv,dar_fixed,mhc,hc,cascade";
     let folder = trained(schemes, "tiny");
     for scheme in schemes.split(',') {
-        inspect(folder.path(), scheme, &[]).succeeded();
+        inspect(folder.path(), scheme, &["--prompts", "1"]).succeeded();
         let page = page(folder.path());
         let has = |what: &str| !page.contains(&format!("* {what}: "));
         assert_eq!(has("Retrieval maps"), scheme.starts_with("attnres") || scheme.starts_with("dar"), "{scheme}");
@@ -133,6 +133,28 @@ fn tasks_and_scales_of_ones_own_are_swept() {
     refused("[a]\nab{c|d}\n[a]\n", &["`[a]`", "there already"]);
     refused("# nothing\n", &["holds no tasks"]);
     inspect(folder.path(), "standard", &["--scales", "0"]).refused(2, &["--scales", "other than 0"]);
+}
+
+#[test]
+fn prompts_that_a_tokenizer_does_not_tell_apart_are_left_out() {
+    let folder = folder_with_text();
+    let words = ["[UNK]", "times", "is", "and", "the", "next", "number", ",", ".", "red", "blue", "green", "yellow"];
+    let vocab: serde_json::Map<_, _> = words.iter().enumerate().map(|(id, &word)| (word.into(), id.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": { "type": "Whitespace" }, "post_processor": null, "decoder": null,
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]" },
+    });
+    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let arguments = ["--device", "flex", "--text", "text.txt", "--tokenizer", "tokenizer.json", "--output", "out"];
+    let short = ["--scheme", "standard", "--batch", "2", "--sequence", "32", "--steps", "2"];
+    run("train", folder.path(), &[&arguments[..], &short].concat()).succeeded();
+    inspect(folder.path(), "standard", &[]).succeeded();
+    let page = page(folder.path());
+    assert!(page.contains("* Steering sweep of coreference: "), "{page}");
+    // One prompt of induction and one of recency know both colours; capitalization has `The`, which is unknown, twice.
+    let swept: Vec<_> = table(folder.path(), "sweep_tasks").into_iter().map(|row| row[..2].to_vec()).collect();
+    assert_eq!(swept, [["induction", "1"], ["recency", "1"], ["capitalization", "2"]]);
 }
 
 #[test]

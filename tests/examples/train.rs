@@ -25,7 +25,7 @@ fn train(folder: &TempDir, arguments: &[&str]) -> Finished {
     run("train", folder.path(), &[&SMALL, arguments].concat())
 }
 
-/// The lines of a scheme's metrics as `[step, train_loss, valid_loss, tokens_per_s, auxiliary_loss]`, without the header.
+/// The lines of a scheme's metrics but for the header: step, train_loss, valid_loss, tokens_per_s, auxiliary_loss.
 #[track_caller]
 fn metrics(folder: &TempDir, scheme: &str) -> Vec<[String; 5]> {
     let csv = fs::read_to_string(folder.path().join("out").join(scheme).join("metrics.csv")).unwrap();

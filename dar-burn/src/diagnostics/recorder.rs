@@ -50,8 +50,8 @@ pub struct Record {
     pub gates: Option<RecordedGates>,
     /// Of hyper-connections.
     pub maps: Option<RecordedMaps>,
-    /// After the write; streams as [`Observer`] lists them. None after the first branch of a layer of CASCADE, whose two
-    /// branches are written together. `[tokens, streams, d_model]`
+    /// After the write; streams as [`Observer`] lists them. None after the first branch of a layer of CASCADE, whose
+    /// two branches are written together. `[tokens, streams, d_model]`
     pub state: Option<Array3<f64>>,
 }
 

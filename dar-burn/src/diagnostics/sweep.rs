@@ -2,19 +2,22 @@
 //!
 //! ```text
 //! state of the prompt's last token after layer l  <-  state + s * direction(l, prompt)
-//! z      = ln P(target) - ln P(alternative) after the prompt                  the normaliser cancels: a logit difference
+//! z      = ln P(target) - ln P(alternative) after the prompt      a difference of logits: the normaliser cancels
 //! effect(l, s, prompt) = z steered - z clean                                  nats
 //! right sign: the effect has the sign of s
 //! line   : least squares through (0, 0) and (s, mean over prompts of the effect) of every scale
 //! ```
 //!
-//! The paper sweeps layers and six step sizes on four tasks (coreference resolution, induction, recency, capitalization)
-//! and reports effects that are linear and sign-correct, or not. It says neither what an effect is, nor where the state
-//! is moved. Taken here is the change of the log odds of two tokens that the prompt leaves open. One token's probability
-//! would saturate, and would also move with what happens to every other token; the odds are the coordinate along which
-//! the direction `gamma_target - gamma_alternative` points ("direct vocabulary steering"), and under a linear head the
-//! effect of a step is exactly linear in it, so that every bend is the model's. The last token is moved because its state
-//! is what the prediction, and the paper's metric at each layer, are read from.
+//! The paper sweeps layers and six step sizes on four tasks (coreference resolution, induction, recency,
+//! capitalization) and reports effects that are linear and sign-correct, or not. It says neither what an effect is, nor
+//! where the state is moved. Taken here is the change of the log odds of two tokens that the prompt leaves open. One
+//! token's probability would saturate, and would also move with what happens to every other token; the odds are the
+//! coordinate along which the direction `gamma_target - gamma_alternative` points ("direct vocabulary steering"), and
+//! under a linear head the effect of a step is exactly linear in it, so that every bend is the model's. The last token
+//! is moved because its state is what the prediction, and the paper's metric at each layer, are read from.
+//!
+//! What such a sweep cannot show: after the last layer only the final norm follows, and a norm without gains never
+//! turns a step along `gamma_target - gamma_alternative` around. It is the layers before that are put to the test.
 
 use std::sync::Arc;
 
@@ -51,8 +54,7 @@ pub struct SteeringSites {
 impl SteeringSites {
     /// The ends of the layers of a model whose branches are attention and feed-forward in turn.
     ///
-    /// Every stream moves, for that is what moves the sum or the mix that a branch reads by the offset, but for the token
-    /// stream of CASCADE, which is frozen: there the context moves.
+    /// Every stream moves; of CASCADE only the context, as its token stream is frozen.
     pub fn layer_ends(residual: &Residual) -> Self {
         let stream = matches!(residual.scheme(), Scheme::Cascade(_)).then_some(1);
         Self { branches: (1..residual.branches()).step_by(2).collect(), stream }
@@ -78,8 +80,8 @@ impl SteeringSites {
 /// Steers every prompt at every site by every scale.
 ///
 /// `pass` gives the logits of whole sequences under an observer, such as those of
-/// [`Decoder::forward_observed`](crate::model::Decoder::forward_observed). It is called once a prompt and site, with the
-/// prompt in every row of the batch: unsteered, and steered by each scale.
+/// [`Decoder::forward_observed`](crate::model::Decoder::forward_observed). It is called once a prompt and site, with
+/// the prompt in every row of the batch: unsteered, and steered by each scale.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -111,8 +113,8 @@ impl SteeringSites {
 /// - `pass`: tokens `[1 + scales, sequence]` to logits `[1 + scales, sequence, vocab]`
 ///
 /// # Errors
-/// If there are no prompts, tokens, layers or scales, shapes do not fit, a scale is zero, a value is not finite, an id is
-/// not below the vocabulary, or the two tokens of a prompt are one.
+/// If there are no prompts, tokens, layers or scales, shapes do not fit, a scale is zero, a value is not finite, an id
+/// is not below the vocabulary, or the two tokens of a prompt are one.
 ///
 /// # Panics
 /// As `pass`, and as [`Intervention::Steer`].

@@ -29,8 +29,8 @@ pub struct DecoderConfig {
     /// Base of the rotary position encoding; 10 000 by default.
     #[serde(default = "rope_base")]
     pub rope_base: f64,
-    /// Attention branches scale each head's output by a gate of their input; see [`Attention`](super::Attention). Not by
-    /// default.
+    /// Attention branches scale each head's output by a gate of their input; see [`Attention`](super::Attention). Not
+    /// by default.
     #[serde(default)]
     pub gated_attention: bool,
     /// Epsilon of the branch norms and the final norm; 1e-6 by default.

@@ -18,8 +18,8 @@ use crate::ops::{Gates, StreamMaps};
 /// | HC, mHC | | | every branch | n |
 /// | CASCADE | | | | 2: token and context, after every second branch |
 ///
-/// Both branches of a layer of CASCADE read one state and are written together, when the second has been: after the first
-/// there is no new state that a branch could read, and [`state`](Self::state) is not called.
+/// Both branches of a layer of CASCADE read one state and are written together, when the second has been: after the
+/// first there is no new state that a branch could read, and [`state`](Self::state) is not called.
 pub trait Observer: Debug + Send + Sync {
     /// The retrieval weights of a read. They are computed when asked for, from the same operands as the read.
     ///

@@ -67,8 +67,8 @@ pub enum Implementation {
     Composed,
 }
 
-// Serde asks the type of a missing field for an `Option`, and Burn's Config derive takes no attribute that would say what
-// is missing then: so both read themselves as one.
+// Serde asks the type of a missing field for an `Option`, and Burn's Config derive takes no attribute that would say
+// what is missing then: so both read themselves as one.
 impl<'de> Deserialize<'de> for Memory {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
