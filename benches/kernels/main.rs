@@ -42,15 +42,17 @@ fn run() -> Result<ExitCode, Failure> {
         println!("device  {}", machine.device);
         println!("host    {}", machine.host);
     }
-    let mut bench = Bench::new(&opened, quick)?;
-    if unfused::is_asked() {
+    if let Some(most_bytes) = unfused::asked() {
+        let mut bench = Bench::new(&opened, quick, Some(most_bytes))?;
         bench.run_composed(unfused::NAME)?;
         return unfused::hand_over(&bench.finish(machine)).map(|()| ExitCode::SUCCESS);
     }
+    let mut bench = Bench::new(&opened, quick, None)?;
+    let most_bytes = bench.most_bytes();
     bench.run_all()?;
     let mut part = bench.finish(machine);
     if !asked("--list") {
-        part.results.extend(unfused::measure()?.results);
+        part.results.extend(unfused::measure(most_bytes)?.results);
     }
     // Nothing was measured by `--list`, or by a filter that fits nothing.
     if !part.results.is_empty() {

@@ -40,6 +40,8 @@ pub struct Bench {
     cpu: Device,
     client: Client,
     quick: bool,
+    /// That an operation may move.
+    most_bytes: u64,
     copies: BTreeMap<u64, Spread>,
     results: Vec<KernelResult>,
 }
@@ -48,7 +50,8 @@ pub struct Bench {
 type Seconds = Vec<f64>;
 
 impl Bench {
-    pub fn new(opened: &OpenDevice, quick: bool) -> Result<Self, Failure> {
+    /// `most_bytes`: that an operation may move; none takes what suits the device.
+    pub fn new(opened: &OpenDevice, quick: bool, most_bytes: Option<u64>) -> Result<Self, Failure> {
         let DispatchDevice::Cube(device) = opened.device.as_dispatch() else {
             return Err(Failure::usage(format!("{} has no kernels", opened.name)));
         };
@@ -62,16 +65,31 @@ impl Bench {
         let asked = |flag: &str| std::env::args().any(|argument| argument.starts_with(flag));
         let measures = asked("--bench") && !asked("--list") && !asked("--test") && !asked("--profile-time");
         let once = || Criterion::default().configure_from_args().profile_time(Some(Duration::from_nanos(1)));
-        Ok(Self {
+        let mut bench = Self {
             criterion: criterion.configure_from_args(),
             rehearsal: measures.then(once),
             client: device.client(),
             device: opened.device.clone(),
             cpu: machine::truth_device()?.device,
             quick,
+            most_bytes: 0,
             copies: BTreeMap::new(),
             results: Vec::new(),
-        })
+        };
+        bench.most_bytes = match most_bytes {
+            Some(most_bytes) => most_bytes,
+            None => {
+                let rate = CALIBRATION as f64 / bench.copy(CALIBRATION)?.median;
+                let longest = if quick { LONGEST_QUICK_COPY } else { LONGEST_COPY };
+                (rate * longest.as_secs_f64()) as u64
+            }
+        };
+        Ok(bench)
+    }
+
+    /// That an operation may move.
+    pub fn most_bytes(&self) -> u64 {
+        self.most_bytes
     }
 
     /// Every operation, direction, implementation and size, with Burn's fusion.
@@ -92,7 +110,7 @@ impl Bench {
     }
 
     fn run(&mut self, measure: impl Fn(&mut Self, Problem, Direction) -> Result<(), Failure>) -> Result<(), Failure> {
-        let problems = self.problems()?;
+        let problems = self.problems();
         let mut operations: Vec<Operation> = problems.iter().map(|problem| problem.operation).collect();
         operations.sort();
         operations.dedup();
@@ -116,13 +134,11 @@ impl Bench {
     }
 
     /// Everything, at sizes that the device holds and does in reasonable time, without repetitions.
-    fn problems(&mut self) -> Result<Vec<Problem>, Failure> {
+    fn problems(&self) -> Vec<Problem> {
         let stores = |dtype: &ElemType| self.client.properties().supports_type(*dtype);
         let dtypes: Vec<ElemType> = [F32, F16, BF16].into_iter().filter(stores).collect();
         let problems = if self.quick { shapes::few() } else { shapes::all(&dtypes) };
-        let rate = CALIBRATION as f64 / self.copy(CALIBRATION)?.median;
-        let longest = if self.quick { LONGEST_QUICK_COPY } else { LONGEST_COPY };
-        let most_bytes = (rate * longest.as_secs_f64()) as u64;
+        let most_bytes = self.most_bytes;
         let memory = &self.client.properties().memory;
         // The composed graph holds many states besides the operands.
         let most_in_memory = memory.max_memory().map_or(u64::MAX, |memory| memory / 16);
@@ -137,7 +153,7 @@ impl Bench {
                 scaled.push(problem);
             }
         }
-        Ok(scaled)
+        scaled
     }
 
     fn fused(&mut self, problem: Problem, direction: Direction, packing: Packing) -> Result<(), Failure> {

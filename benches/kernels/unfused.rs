@@ -13,20 +13,23 @@ pub const NAME: &str = "composed_unfused";
 
 /// Where the process leaves what it measured.
 const HAND_OVER: &str = "DAR_BENCH_UNFUSED";
+/// Bytes that an operation may move, so that both processes run the same sizes.
+const MOST_BYTES: &str = "DAR_BENCH_UNFUSED_BYTES";
 /// Burn's fusion runs what it has not seen before one by one after so many searches for a fused kernel.
 const SEARCHES: &str = "BURN_FUSION_MAX_EXPLORATIONS";
 
-/// Whether this is that process.
-pub fn is_asked() -> bool {
-    env::var_os(HAND_OVER).is_some()
+/// In that process, the bytes that an operation may move.
+pub fn asked() -> Option<u64> {
+    env::var(MOST_BYTES).ok()?.parse().ok()
 }
 
 /// What another process of this program measures, asked for the same.
-pub fn measure() -> Result<KernelsPart, Failure> {
+pub fn measure(most_bytes: u64) -> Result<KernelsPart, Failure> {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unfused.json");
     let program = env::current_exe().map_err(failed("cannot find this program"))?;
     let mut command = Command::new(program);
-    let status = command.args(env::args_os().skip(1)).env(SEARCHES, "0").env(HAND_OVER, &file).status();
+    command.args(env::args_os().skip(1)).env(SEARCHES, "0");
+    let status = command.env(HAND_OVER, &file).env(MOST_BYTES, most_bytes.to_string()).status();
     if !status.map_err(failed("cannot start a process"))?.success() {
         return Err(Failure::run("the graph without fusion could not be measured"));
     }
