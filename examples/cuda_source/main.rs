@@ -20,6 +20,7 @@ mod composed;
 #[expect(dead_code, reason = "of the benchmarks")]
 mod fused;
 mod launches;
+#[expect(dead_code, reason = "what runs kernels is of the tests")]
 mod offline;
 #[path = "../../benches/kernels/shapes.rs"]
 #[expect(dead_code, reason = "of the benchmarks")]
@@ -28,12 +29,13 @@ mod writer;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::thread;
 
 use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::offline::{Language, client};
-use crate::writer::Writer;
+use crate::writer::{Writer, Written};
 
 /// Writes the source of every kernel that the sizes of the benchmarks launch, in every element type and launch choice:
 /// CUDA C++ as CubeCL compiles it for an H100, and WGSL for what WebGPU promises, which is validated. No GPU, driver or
@@ -49,7 +51,7 @@ struct Args {
     /// Where the folders `cuda` and `wgsl` go.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// One size of each operation only.
+    /// One width and a few of the benchmarks' sizes.
     #[arg(long)]
     few: bool,
 }
@@ -70,19 +72,32 @@ fn main() -> ExitCode {
 
 /// How many kernels do not compile.
 fn run(args: &Args) -> Result<usize, String> {
+    let bars = MultiProgress::new();
+    let languages = [Language::Cuda, Language::Wgsl];
+    let written: Vec<Result<Written, String>> = thread::scope(|scope| {
+        let write = |language: Language, index| {
+            let bar = bars.add(ProgressBar::no_length());
+            scope.spawn(move || write(language, index, &args.out.join(language.name()), args.few, &bar))
+        };
+        let threads: Vec<_> = languages.into_iter().zip(0..).map(|(language, index)| write(language, index)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("what panics is caught")).collect()
+    });
     let mut failed = 0;
-    for (index, language) in [Language::Cuda, Language::Wgsl].into_iter().enumerate() {
-        failed += write(language, index as u16, &args.out, args.few)?;
+    for (language, written) in languages.into_iter().zip(written) {
+        let Written { kernels, failures } = written?;
+        failures.iter().for_each(|failure| println!("FAIL  {failure}"));
+        println!("{} sources in {}", kernels.values().sum::<usize>(), args.out.join(language.name()).display());
+        kernels.iter().for_each(|(kernel, count)| println!("{count:>6}  {kernel}"));
+        failed += failures.len();
     }
     Ok(failed)
 }
 
-fn write(language: Language, index: u16, out: &Path, few: bool) -> Result<usize, String> {
-    let folder = out.join(language.name());
-    let (writer, written) = Writer::new(language, folder.clone())?;
-    let client = client(writer, index);
+fn write(language: Language, index: u16, folder: &Path, few: bool, bar: &ProgressBar) -> Result<Written, String> {
+    let (writer, written) = Writer::new(language, folder)?;
+    let client = client(writer, language.name(), index);
     let all = launches::all(&client, few);
-    let bar = ProgressBar::new(all.len() as u64);
+    bar.set_length(all.len() as u64);
     bar.set_style(ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} {wide_msg}").expect("a template"));
     bar.set_prefix(language.name());
     for launch in &all {
@@ -91,14 +106,5 @@ fn write(language: Language, index: u16, out: &Path, few: bool) -> Result<usize,
         bar.inc(1);
     }
     bar.finish_and_clear();
-
-    let written = written.lock().expect("no launch panicked");
-    for failure in &written.failures {
-        println!("FAIL  {failure}");
-    }
-    println!("{} sources in {}", written.sources(), folder.display());
-    for (kernel, count) in &written.kernels {
-        println!("{count:>6}  {kernel}");
-    }
-    Ok(written.failures.len())
+    Ok(std::mem::take(&mut *written.lock().expect("no launch panicked")))
 }

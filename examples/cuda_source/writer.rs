@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use cubecl::CubeKernel;
@@ -30,18 +30,12 @@ pub struct Written {
     pub failures: Vec<String>,
 }
 
-impl Written {
-    pub fn sources(&self) -> usize {
-        self.kernels.values().sum()
-    }
-}
-
 impl Writer {
     /// Writes into `folder`, which is made; what it has done is in the second part.
-    pub fn new(language: Language, folder: PathBuf) -> Result<(Self, Arc<Mutex<Written>>), String> {
-        fs::create_dir_all(&folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
+    pub fn new(language: Language, folder: &Path) -> Result<(Self, Arc<Mutex<Written>>), String> {
+        fs::create_dir_all(folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
         let written = Arc::new(Mutex::new(Written::default()));
-        Ok((Self { language, folder, seen: HashSet::new(), written: written.clone() }, written))
+        Ok((Self { language, folder: folder.into(), seen: HashSet::new(), written: written.clone() }, written))
     }
 
     fn write(&self, kernel: &dyn CubeKernel) -> Result<(), String> {
@@ -115,7 +109,8 @@ fn name(function: &str, choice: &str) -> String {
     if let Some(dtype) = field(choice, "dtype") {
         name += &format!("-{}", dtype.trim_start_matches("Float(").trim_end_matches(')').to_lowercase());
     }
-    for (part, unit) in [("n", "lanes"), ("x", "units"), ("columns", "columns"), ("group", "queries"), ("chunk", "entries")]
+    for (part, unit) in
+        [("n", "lanes"), ("x", "units"), ("columns", "columns"), ("group", "queries"), ("chunk", "entries")]
     {
         if let Some(number) = field(choice, part) {
             name += &format!("-{number}{unit}");

@@ -4,8 +4,8 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use cubecl::ir::DeviceProperties;
 use cubecl::CubeKernel;
+use cubecl::ir::DeviceProperties;
 use cubecl::prelude::KernelId;
 use libloading::Library;
 
@@ -15,6 +15,7 @@ use super::toolkit::Toolkit;
 /// A machine that runs kernels in fibres.
 pub struct Host {
     toolkit: Toolkit,
+    edit: fn(&str) -> String,
     kernels: HashMap<KernelId, Kernel>,
     /// Of the orders in which blocks and threads run.
     launches: u64,
@@ -53,7 +54,8 @@ fn shim() -> &'static Shim {
 }
 
 impl Host {
-    pub fn new(toolkit: Toolkit) -> Self {
+    /// `edit`: of every source, to see what comes of it.
+    pub fn new(toolkit: Toolkit, edit: fn(&str) -> String) -> Self {
         SHIM.get_or_init(|| {
             let library = open(&toolkit.shim()).expect("the shim was just linked");
             // SAFETY: these are the functions and types of `shim.cpp`.
@@ -65,14 +67,14 @@ impl Host {
                 }
             }
         });
-        Self { toolkit, kernels: HashMap::new(), launches: 0 }
+        Self { toolkit, edit, kernels: HashMap::new(), launches: 0 }
     }
 
     fn kernel(&mut self, kernel: &dyn CubeKernel) -> Result<&Kernel, String> {
         let id = kernel.id();
         if !self.kernels.contains_key(&id) {
             let source = Source::compile(Language::Cuda, kernel, &self.device())?;
-            let mut text = format!("{}\nSHIM_KERNEL({})\n", source.text, source.entry);
+            let mut text = format!("{}\nSHIM_KERNEL({})\n", (self.edit)(&source.text), source.entry);
             let shared = shared_memory(&source.text);
             if let Some(name) = shared {
                 text += &format!("SHIM_SHARED({name}, {})\n", source.shared_bytes);
@@ -126,8 +128,10 @@ impl Machine for Host {
         let Arguments { cubes, buffers, info, dynamic } = arguments;
         // The address of each argument: buffers, shapes and strides if there are any, and by value scalars and sizes.
         // SAFETY: offsets are within the buffers.
-        let mut pointers: Vec<*const u8> =
-            buffers.iter().map(|(memory, range)| unsafe { memory.start.add(range.start as usize) }.cast_const()).collect();
+        let mut pointers: Vec<*const u8> = buffers
+            .iter()
+            .map(|(memory, range)| unsafe { memory.start.add(range.start as usize) }.cast_const())
+            .collect();
         if dynamic < info.len() {
             pointers.push(info[dynamic..].as_ptr().cast());
         }

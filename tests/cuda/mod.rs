@@ -12,16 +12,20 @@
 
 mod host;
 #[path = "../../examples/cuda_source/offline/mod.rs"]
+#[expect(dead_code, unused_imports, reason = "the example compiles for WebGPU too")]
 mod offline;
 mod toolkit;
 
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
 use cubecl::prelude::*;
 
 use self::host::Host;
 use self::toolkit::Toolkit;
+
+/// The name of its clients.
+pub const NAME: &str = "CUDA source on the host";
 
 /// A client that runs CUDA source on the host; why there is none.
 ///
@@ -29,11 +33,16 @@ use self::toolkit::Toolkit;
 pub fn client() -> Result<Client, String> {
     static CLIENTS: OnceLock<Result<Vec<Client>, String>> = OnceLock::new();
     static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let start = || {
-        let toolkit = Toolkit::find()?;
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        (0..cores).map(|index| Ok(offline::client(Host::new(toolkit.clone()), index as u16))).collect()
-    };
-    let clients = CLIENTS.get_or_init(start).as_ref().map_err(String::clone)?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let clients = CLIENTS.get_or_init(|| (0..cores).map(|_| edited_client(str::to_owned)).collect());
+    let clients = clients.as_ref().map_err(String::clone)?;
     Ok(clients[NEXT.fetch_add(1, Ordering::Relaxed) % clients.len()].clone())
+}
+
+/// A client of a new device that edits every source before it compiles it.
+pub fn edited_client(edit: fn(&str) -> String) -> Result<Client, String> {
+    static TOOLKIT: OnceLock<Result<Toolkit, String>> = OnceLock::new();
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let toolkit = TOOLKIT.get_or_init(Toolkit::find).clone()?;
+    Ok(offline::client(Host::new(toolkit, edit), NAME, NEXT.fetch_add(1, Ordering::Relaxed)))
 }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Wheels with the headers of CUDA's half types and what these include. They are NVIDIA's, so they are fetched.
-const WHEELS: [&str; 3] =
-    ["nvidia-cuda-runtime==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-cuda-cccl==13.3.5.0.6"];
+const WHEELS: [&str; 3] = ["nvidia-cuda-runtime==13.5.37", "nvidia-cuda-crt==13.5.37", "nvidia-cuda-cccl==13.3.5.0.6"];
 
 const SHIM_HEADER: &str = include_str!("shim.hpp");
 const SHIM: &str = include_str!("shim.cpp");
@@ -40,7 +39,7 @@ impl Toolkit {
         })?;
         toolkit.make("shim.so", |made| {
             let source = toolkit.write("shim.cpp", SHIM)?;
-            run(toolkit.compile().args(["-O2", "-shared"]).arg(source).arg("-o").arg(made))
+            run(toolkit.compile().arg("-shared").arg(source).arg("-o").arg(made))
         })?;
         Ok(toolkit)
     }
@@ -106,7 +105,11 @@ fn headers(target: &Path) -> Result<PathBuf, String> {
             let _ = fs::remove_dir_all(&fetched);
         }
     }
-    if include.join("cuda_bf16.h").is_file() { Ok(include) } else { Err(format!("no headers in {}", include.display())) }
+    if include.join("cuda_bf16.h").is_file() {
+        Ok(include)
+    } else {
+        Err(format!("no headers in {}", include.display()))
+    }
 }
 
 fn hash(what: &impl Hash) -> u64 {

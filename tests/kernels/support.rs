@@ -35,7 +35,6 @@ pub fn clients() -> Vec<(Client, &'static str)> {
 }
 
 fn cuda_source() -> Option<(Client, &'static str)> {
-    const NAME: &str = "CUDA source on the host";
     static SAID: Once = Once::new();
     let request = request();
     if request == Request::No {
@@ -43,18 +42,24 @@ fn cuda_source() -> Option<(Client, &'static str)> {
     }
     let client = cuda::client();
     SAID.call_once(|| match &client {
-        Ok(_) => write_line(&format!("tests of the kernels run on {NAME}")),
-        Err(reason) => say(&format!("{NAME}, the only run in bf16 without a GPU: {reason}")),
+        Ok(_) => write_line(&format!("tests of the kernels run on {}", cuda::NAME)),
+        Err(reason) => say(&format!("{}, the only run in bf16 without a GPU: {reason}", cuda::NAME)),
     });
     match client {
-        Ok(client) => Some((client, NAME)),
-        Err(reason) if request == Request::Required => panic!("{NAME} is required: {reason}"),
+        Ok(client) => Some((client, cuda::NAME)),
+        Err(reason) if request == Request::Required => panic!("{} is required: {reason}", cuda::NAME),
         Err(_) => None,
     }
 }
 
-/// Both ways to add in a cube; the plane path where the device's planes have one size.
+/// The ways to add in a cube that a test goes through: both, but on [CUDA source](cuda) that of the device alone, as
+/// each is a kernel more to compile there.
 pub fn reductions(client: &Client) -> Vec<Tuning> {
+    if client.name() == cuda::NAME { vec![Tuning::default()] } else { all_reductions(client) }
+}
+
+/// Both ways to add in a cube; the plane path where the device's planes have one size.
+pub fn all_reductions(client: &Client) -> Vec<Tuning> {
     let planes = Reduction::forced_planes(client).map_err(|error| say(&error.to_string())).ok();
     let all = [Some(Reduction::Shared), planes].into_iter().flatten();
     all.map(|reduction| Tuning { reduction: Some(reduction) }).collect()

@@ -1,8 +1,8 @@
+use cubecl::features::{Plane, TypeUsage};
 use cubecl::ir::{
     AddressType, DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties, MemoryDeviceProperties,
     VectorSize,
 };
-use cubecl::features::{Plane, TypeUsage};
 use cubecl_common::profile::TimingMethod;
 
 /// What CubeCL's CUDA runtime says of an H100 (SXM), as far as kernels ask.

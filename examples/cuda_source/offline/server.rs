@@ -57,13 +57,13 @@ pub struct Arguments<'a, M> {
     pub dynamic: usize,
 }
 
-/// A client of a device of its own. `index` tells devices of one kind of machine apart; it is used once.
-pub fn client<M: Machine>(machine: M, index: u16) -> Client {
+/// A client of a device of its own, and what it is called. `index` tells devices of one kind of machine apart.
+pub fn client<M: Machine>(machine: M, name: &'static str, index: u16) -> Client {
     let id = DeviceId::new(0, index);
     let policy = ContiguousMemoryLayoutPolicy::new(machine.device().memory.alignment as usize);
     let (utilities, _captures) = ServerUtilities::init(
         ServiceId::of::<Offline<M>>(id),
-        "offline",
+        name,
         machine.device(),
         TargetProperties::default(),
         Arc::new(ServerLogger::default()),
