@@ -1,6 +1,7 @@
 //! The example programs, run as a user runs them: `cargo test` builds them beside the tests.
 
 mod conformance;
+mod cuda_source;
 mod generate;
 mod inspect;
 mod swap_residual;

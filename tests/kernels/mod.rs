@@ -1,5 +1,6 @@
 //! The kernels on every CubeCL device, against the golden cases and the composed operations in f64 on Flex.
 
+mod faults;
 mod pack;
 mod pass;
 mod prefix;

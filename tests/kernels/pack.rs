@@ -4,8 +4,8 @@ use dar_kernels::Tuning;
 use dar_kernels::pack::{Key, PackFwd, pack_fwd};
 
 use super::support::{
-    Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, inverse_rms, keys,
-    reductions, routing, stores,
+    Buffer, EPS, F16, F32, STORAGE, all_reductions, assert_close, assert_only_token, bound, clients, golden_cases,
+    inverse_rms, keys, routing, stores,
 };
 use crate::support::host::values;
 
@@ -68,7 +68,7 @@ fn golden() {
 fn any_size() {
     for (client, device) in clients() {
         for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
-            for tuning in reductions(&client) {
+            for tuning in all_reductions(&client) {
                 for [tokens, streams, d_model] in
                     [[257, 2, 1], [130, 2, 3], [1, 1, 37], [37, 2, 130], [3, 2, 257], [2, 1, 5000], [0, 2, 8]]
                 {
@@ -120,7 +120,7 @@ fn golden_keys() {
 fn keys_of_any_size() {
     for (client, device) in clients() {
         for dtype in STORAGE.into_iter().filter(|&dtype| stores(&client, dtype)) {
-            for tuning in reductions(&client) {
+            for tuning in all_reductions(&client) {
                 for ([tokens, streams, outputs, d_model], routing) in [
                     ([5, 2, 2, 1], Routing::CrossKey),
                     ([5, 2, 2, 3], Routing::CrossValue),

@@ -1,6 +1,7 @@
 //! Buffers of a CubeCL client from and to float64.
 
 use std::path::Path;
+use std::sync::Once;
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{Gradients, Tensor, TensorData};
@@ -12,7 +13,8 @@ use dar_burn::ops::History;
 use dar_kernels::site::{GateOperands, SiteOperands};
 use dar_kernels::{Operand, Reduction, Tuning};
 
-use crate::support::devices::{devices, flex, say};
+use crate::cuda;
+use crate::support::devices::{Request, devices, flex, request, say, write_line};
 use crate::support::golden::{Case, case_files};
 use crate::support::host::relative_error;
 
@@ -23,17 +25,41 @@ pub const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 /// All types that kernels store.
 pub const STORAGE: [ElemType; 3] = [F32, F16, BF16];
 
-/// A client of every CubeCL device that the tests run on, with the device's name.
+/// A client of every CubeCL device that the tests run on, with the device's name; the last one runs CUDA source here.
 pub fn clients() -> Vec<(Client, &'static str)> {
     let cube = devices().into_iter().filter_map(|opened| match opened.device.as_dispatch() {
         DispatchDevice::Cube(device) => Some((device.client(), opened.name.as_str())),
         _ => None,
     });
-    cube.collect()
+    cube.chain(cuda_source()).collect()
+}
+
+fn cuda_source() -> Option<(Client, &'static str)> {
+    static SAID: Once = Once::new();
+    let request = request();
+    if request == Request::No {
+        return None;
+    }
+    let client = cuda::client();
+    SAID.call_once(|| match &client {
+        Ok(_) => write_line(&format!("tests of the kernels run on {}", cuda::NAME)),
+        Err(reason) => say(&format!("{}, the only run in bf16 without a GPU: {reason}", cuda::NAME)),
+    });
+    match client {
+        Ok(client) => Some((client, cuda::NAME)),
+        Err(reason) if request == Request::Required => panic!("{} is required: {reason}", cuda::NAME),
+        Err(_) => None,
+    }
+}
+
+/// The ways to add in a cube that a test goes through: both, but on [CUDA source](cuda) that of the device alone, as
+/// each is a kernel more to compile there.
+pub fn reductions(client: &Client) -> Vec<Tuning> {
+    if client.name() == cuda::NAME { vec![Tuning::default()] } else { all_reductions(client) }
 }
 
 /// Both ways to add in a cube; the plane path where the device's planes have one size.
-pub fn reductions(client: &Client) -> Vec<Tuning> {
+pub fn all_reductions(client: &Client) -> Vec<Tuning> {
     let planes = Reduction::forced_planes(client).map_err(|error| say(&error.to_string())).ok();
     let all = [Some(Reduction::Shared), planes].into_iter().flatten();
     all.map(|reduction| Tuning { reduction: Some(reduction) }).collect()

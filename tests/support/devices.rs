@@ -1,7 +1,8 @@
 //! On which devices the tests run.
 //!
 //! `DAR_TEST_DEVICES=flex,cuda` names them, and one that does not start fails its tests. Without it the tests run on
-//! every device of the build that starts here, and say loudly which they leave out.
+//! every device of the build that starts here, and say loudly which they leave out. The tests of the kernels know one
+//! more, which is no device of Burn's: see [`request`].
 
 use std::io::Write;
 use std::sync::OnceLock;
@@ -12,6 +13,9 @@ use dar_burn::device::{DeviceChoice, OpenDevice, open};
 use super::golden::computes;
 
 const VARIABLE: &str = "DAR_TEST_DEVICES";
+
+/// The host running CUDA source: a device of CubeCL's only.
+const KERNELS_ONLY: &str = "cuda-source";
 
 struct Wanted {
     choice: DeviceChoice,
@@ -70,7 +74,7 @@ fn wanted() -> &'static [Wanted] {
         };
         match std::env::var(VARIABLE) {
             Ok(names) => {
-                let names = names.split(',').map(str::trim).filter(|name| !name.is_empty());
+                let names = split(&names).filter(|&name| name != KERNELS_ONLY);
                 let choices = names.map(|name| name.parse().unwrap_or_else(|error| panic!("{VARIABLE}: {error}")));
                 choices.map(|choice| start(choice, true)).collect()
             }
@@ -90,12 +94,37 @@ fn wanted() -> &'static [Wanted] {
     })
 }
 
+/// What this test run wants of the device of kernels alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Request {
+    /// `DAR_TEST_DEVICES` names it.
+    Required,
+    /// Nothing is named.
+    IfThere,
+    /// Other devices are named.
+    No,
+}
+
+/// Whether the kernels are to run on the host as CUDA source.
+pub fn request() -> Request {
+    match std::env::var(VARIABLE) {
+        Ok(names) if split(&names).any(|name| name == KERNELS_ONLY) => Request::Required,
+        Ok(_) => Request::No,
+        Err(_) => Request::IfThere,
+    }
+}
+
+fn split(names: &str) -> impl Iterator<Item = &str> {
+    names.split(',').map(str::trim).filter(|name| !name.is_empty())
+}
+
 /// Reports what is left out, past the test harness's capture of standard error.
 pub fn say(left_out: &str) {
     write_line(&format!("SKIPPED: {left_out}"));
 }
 
-fn write_line(line: &str) {
+/// Tells the user, past the test harness's capture of standard error.
+pub fn write_line(line: &str) {
     // Nobody listening is no reason to fail.
     let _ = writeln!(std::io::stderr(), "{line}");
 }

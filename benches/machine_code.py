@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""What NVIDIA's compilers make of the kernels, without a GPU.
+
+    cargo run --release --example cuda_source -- --out sources
+    python3 benches/machine_code.py sources/cuda
+
+Every source is compiled by NVRTC and ptxas for each architecture, and its machine code is read: registers, spills, the
+widths of loads and stores, and how many loads go out before the first one is waited for. Prints a row a kernel, with the
+worst of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile, and with `--check`
+also if one spills or uses local memory.
+
+The compilers are NVIDIA's, from wheels, and stay in a cache folder.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import csv
+import ctypes
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+VERSION = "13.5.37"
+WHEELS = [f"nvidia-cuda-{part}=={VERSION}" for part in ("nvrtc", "nvcc", "runtime", "crt", "nvdisasm")]
+WHEELS.append("nvidia-cuda-cccl==13.3.5.0.6")
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / f"dar-cuda-{VERSION}"
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a"]
+FIELDS = ["file", "architecture", "registers", "stack", "spilled", "local", "load", "store", "in_flight", "instructions"]
+
+
+def root():
+    """The folder of the compilers; fetches them once."""
+    if not CACHE.is_dir():
+        CACHE.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE.parent) as folder:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+            subprocess.run([*pip, f"{folder}/cuda", *WHEELS], check=True)
+            os.rename(f"{folder}/cuda", CACHE)
+    [found] = CACHE.glob("nvidia/cu*")
+    for tool in found.glob("bin/*"):
+        tool.chmod(0o755)
+    return found
+
+
+class Nvrtc:
+    """CUDA C++ to PTX, with the options of CubeCL's CUDA runtime."""
+
+    def __init__(self, folder):
+        library = next((folder / "lib").glob("libnvrtc.so.*"))
+        ctypes.CDLL(str(next((folder / "lib").glob("libnvrtc-builtins.so*"))), ctypes.RTLD_GLOBAL)
+        self.library = ctypes.CDLL(str(library))
+        self.includes = [f"--include-path={folder / 'include'}", f"--include-path={folder / 'include/cccl'}"]
+
+    def text(self, program, what):
+        size = ctypes.c_size_t()
+        getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        getattr(self.library, f"nvrtcGet{what}")(program, text)
+        return text.value.decode()
+
+    def ptx(self, source, architecture):
+        program = ctypes.c_void_p()
+        self.library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), None, 0, None, None)
+        options = [f"--gpu-architecture={architecture}", "-lineinfo", *self.includes]
+        options = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        refused = self.library.nvrtcCompileProgram(program, len(options), options)
+        try:
+            if refused:
+                raise RuntimeError(self.text(program, "ProgramLog"))
+            return self.text(program, "PTX")
+        finally:
+            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def width(operation):
+    """Bits of a load or a store."""
+    bits = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "ENL2": 256}
+    return max([bits[part] for part in operation.split(".") if part in bits], default=32)
+
+
+def parse(listing):
+    """Operation and operands of every instruction; None at a place that is jumped to."""
+    for line in listing.splitlines():
+        if re.match(r"\s*\.L_x_\d+:", line):
+            yield None
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*(\S+)\s*(.*?);", line):
+            yield instruction.groups()
+
+
+def in_flight(instructions):
+    """The most loads that go out in a row before a register of one of them is used."""
+    most, waiting, count = 0, set(), 0
+    for instruction in instructions:
+        if instruction is None:
+            waiting, count = set(), 0
+            continue
+        operation, operands = instruction
+        used = {int(register) for register in re.findall(r"\bR(\d+)", operands)}
+        if operation.startswith("LDG"):
+            target = re.match(r"\D*R(\d+)", operands)
+            address = {int(register) for register in re.findall(r"\bR(\d+)", operands.split(",", 1)[1])}
+            if address & waiting:
+                waiting, count = set(), 0
+            first = int(target[1])
+            waiting |= set(range(first, first + max(1, width(operation) // 32)))
+            count += 1
+            most = max(most, count)
+        elif used & waiting:
+            waiting, count = set(), 0
+    return most
+
+
+def report(path, architecture, folder):
+    """The row of one source on one architecture, or what a compiler says."""
+    row = {"file": path.name, "architecture": architecture}
+    try:
+        ptx = Nvrtc(folder).ptx(path.read_text(), architecture)
+        with tempfile.TemporaryDirectory() as work:
+            (source, binary) = (f"{work}/kernel.ptx", f"{work}/kernel.cubin")
+            pathlib.Path(source).write_text(ptx)
+            command = [folder / "bin/ptxas", f"-arch={architecture}", "-v", source, "-o", binary]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            command = [folder / "bin/nvdisasm", "-c", binary]
+            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        return row | {"error": getattr(error, "stderr", None) or str(error)}
+    total = lambda pattern: sum(map(int, re.findall(pattern, said)))
+    instructions = list(parse(listing))
+    count = collections.Counter(instruction[0] for instruction in instructions if instruction)
+    of = lambda *kinds: [operation for operation in count if operation.startswith(kinds)]
+    return row | {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "stack": total(r"(\d+) bytes stack frame"),
+        "spilled": total(r"(\d+) bytes spill stores"),
+        "local": sum(count[operation] for operation in of("LDL", "STL")),
+        "load": max(map(width, of("LDG")), default=0),
+        "store": max(map(width, of("STG")), default=0),
+        "in_flight": in_flight(instructions),
+        "instructions": sum(number for operation, number in count.items() if operation != "NOP"),
+    }
+
+
+def table(rows):
+    """Markdown: a row a kernel, over its variants and architectures."""
+    kernels = collections.defaultdict(list)
+    for row in rows:
+        kernels[row["file"].split("-")[0]].append(row)
+    span = lambda values: f"{min(values)}" if min(values) == max(values) else f"{min(values)}–{max(values)}"
+    lines = ["| kernel | variants | registers | spilled bytes | load bits | store bits | loads in flight |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    for kernel, rows in sorted(kernels.items()):
+        column = lambda name: [row[name] for row in rows]
+        spilled = [row["spilled"] + row["stack"] for row in rows]
+        files = len(set(column("file")))
+        cells = [files, *map(span, (column("registers"), spilled, column("load"), column("store"), column("in_flight")))]
+        lines.append(f"| `{kernel}` | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", type=pathlib.Path, help="CUDA sources, or folders of them")
+    parser.add_argument("--architecture", action="append", help=f"of {', '.join(ARCHITECTURES)} (all)")
+    parser.add_argument("--csv", type=pathlib.Path, help="writes a row a variant and architecture")
+    parser.add_argument("--check", action="store_true", help="fails where a kernel spills or uses local memory")
+    arguments = parser.parse_args()
+
+    files = [file for path in arguments.sources for file in (sorted(path.glob("*.cu")) if path.is_dir() else [path])]
+    folder = root()
+    jobs = [(file, architecture, folder) for architecture in arguments.architecture or ARCHITECTURES for file in files]
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        rows = list(pool.map(report, *zip(*jobs), chunksize=4))
+
+    for row in rows:
+        if "error" in row:
+            print(f"{row['file']} {row['architecture']}: {row['error'][:2000]}", file=sys.stderr)
+    compiled = [row for row in rows if "error" not in row]
+    if arguments.csv:
+        with open(arguments.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(compiled)
+    print(table(compiled))
+    bad = [row for row in compiled if row["stack"] or row["spilled"] or row["local"]] if arguments.check else []
+    for row in bad:
+        print(f"{row['file']} {row['architecture']}: local memory", file=sys.stderr)
+    return int(len(compiled) < len(rows) or bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

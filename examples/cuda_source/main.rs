@@ -1,0 +1,110 @@
+//! The source of every kernel, compiled for a GPU that is not here.
+//!
+//! ```text
+//! cargo run --release --example cuda_source -- --out sources
+//! ```
+//!
+//! ```text
+//! launches   what the benchmarks and a pass over a model launch, on buffers without memory
+//! offline    the runtime that takes these launches
+//! writer     compiles each new kernel and writes it down
+//! ```
+
+#[path = "../../benches/kernels/buffer.rs"]
+#[expect(dead_code, reason = "of the benchmarks")]
+mod buffer;
+#[path = "../../benches/kernels/composed.rs"]
+#[expect(dead_code, reason = "of the benchmarks")]
+mod composed;
+#[path = "../../benches/kernels/fused.rs"]
+#[expect(dead_code, reason = "of the benchmarks")]
+mod fused;
+mod launches;
+#[expect(dead_code, reason = "what runs kernels is of the tests")]
+mod offline;
+#[path = "../../benches/kernels/shapes.rs"]
+#[expect(dead_code, reason = "of the benchmarks")]
+mod shapes;
+mod writer;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::thread;
+
+use clap::Parser;
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+
+use crate::offline::{Language, client};
+use crate::writer::{Writer, Written};
+
+/// Writes the source of every kernel that the sizes of the benchmarks launch, in every element type and launch choice:
+/// CUDA C++ as CubeCL compiles it for an H100, and WGSL for what WebGPU promises, which is validated. No GPU, driver or
+/// toolkit is needed, and no buffer takes memory.
+///
+/// A file is named by its kernel, element type, units of a cube, columns of a unit and a hash of the rest. The first
+/// line of a file says the rest.
+///
+/// Exits with 1 if a kernel does not compile.
+#[derive(Parser)]
+#[command(name = "cuda_source", verbatim_doc_comment)]
+struct Args {
+    /// Where the folders `cuda` and `wgsl` go.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// One width and a few of the benchmarks' sizes.
+    #[arg(long)]
+    few: bool,
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(failed) => {
+            eprintln!("error: {failed} kernels do not compile");
+            ExitCode::FAILURE
+        }
+        Err(reason) => {
+            eprintln!("error: {reason}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// How many kernels do not compile.
+fn run(args: &Args) -> Result<usize, String> {
+    let bars = MultiProgress::new();
+    let languages = [Language::Cuda, Language::Wgsl];
+    let written: Vec<Result<Written, String>> = thread::scope(|scope| {
+        let write = |language: Language, index| {
+            let bar = bars.add(ProgressBar::no_length());
+            scope.spawn(move || write(language, index, &args.out.join(language.name()), args.few, &bar))
+        };
+        let threads: Vec<_> = languages.into_iter().zip(0..).map(|(language, index)| write(language, index)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("what panics is caught")).collect()
+    });
+    let mut failed = 0;
+    for (language, written) in languages.into_iter().zip(written) {
+        let Written { kernels, failures } = written?;
+        failures.iter().for_each(|failure| println!("FAIL  {failure}"));
+        println!("{} sources in {}", kernels.values().sum::<usize>(), args.out.join(language.name()).display());
+        kernels.iter().for_each(|(kernel, count)| println!("{count:>6}  {kernel}"));
+        failed += failures.len();
+    }
+    Ok(failed)
+}
+
+fn write(language: Language, index: u16, folder: &Path, few: bool, bar: &ProgressBar) -> Result<Written, String> {
+    let (writer, written) = Writer::new(language, folder)?;
+    let client = client(writer, language.name(), index);
+    let all = launches::all(&client, few);
+    bar.set_length(all.len() as u64);
+    bar.set_style(ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} {wide_msg}").expect("a template"));
+    bar.set_prefix(language.name());
+    for launch in &all {
+        bar.set_message(launch.name());
+        launch.run(&client).map_err(|error| format!("{}: {error}", launch.name()))?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(std::mem::take(&mut *written.lock().expect("no launch panicked")))
+}
