@@ -6,13 +6,13 @@ use dar_kernels::prefix::{
     Mix, PrefixBwdHistory, PrefixBwdQuery, PrefixFwd, prefix_bwd_history, prefix_bwd_query, prefix_fwd,
 };
 use dar_kernels::read::{Open, OpenBwd, ReadBwd, ReadFwd, read_bwd, read_fwd};
-use dar_kernels::site::{GateOperands, PackSite, SiteOperands, pack_site, site_length};
+use dar_kernels::site::{GateOperands, PackSite, SiteOperands, pack_site, packed_length};
 use dar_kernels::write::{CloseFwd, WriteBwd, WriteFwd, close_fwd, write_bwd, write_fwd};
 use dar_kernels::{KernelError, Routing, Tuning};
 
 use crate::buffer::Buffer;
 use crate::composed::{EPS, GATE_OUTPUTS};
-use crate::fused::Fused;
+use crate::fused::{Fused, Packing};
 use crate::shapes::{self, BF16, Direction, F16, F32, Problem};
 
 /// Branches a block, and widths, of the papers' models.
@@ -39,8 +39,12 @@ pub fn all(client: &Client, few: bool) -> Vec<Launch> {
     for &dtype in &dtypes {
         for &d_model in widths {
             for &branches in branches {
-                for (streams, keyed) in [(1, false), (2, false), (2, true)] {
-                    all.push(Launch::Pass(Pass { dtype, d_model, branches, streams, keyed }));
+                for streams in [1, 2] {
+                    let plain = Pass { dtype, d_model, branches, streams, keyed: false, normed: false };
+                    all.extend([plain, Pass { normed: true, ..plain }].map(Launch::Pass));
+                    if streams == 2 {
+                        all.push(Launch::Pass(Pass { keyed: true, ..plain }));
+                    }
                 }
             }
         }
@@ -64,7 +68,9 @@ impl Launch {
 
     pub fn run(&self, client: &Client) -> Result<(), KernelError> {
         match self {
-            Self::Benchmark(problem, direction) => Fused::new(client, *problem, *direction)?.launch(),
+            Self::Benchmark(problem, direction) => {
+                Fused::new(client, *problem, *direction, Packing::InverseRms)?.launch()
+            }
             Self::Pass(pass) => pass.run(client),
         }
     }
@@ -81,11 +87,13 @@ pub struct Pass {
     streams: usize,
     /// Whether keys are packed.
     keyed: bool,
+    /// Whether reads take the norms of their branches along.
+    normed: bool,
 }
 
 impl Pass {
     fn run(self, client: &Client) -> Result<(), KernelError> {
-        let Self { dtype, d_model, branches, streams, keyed } = self;
+        let Self { dtype, d_model, branches, streams, keyed, normed } = self;
         let gated = streams == 2;
         let routing = if gated { Routing::CrossKey } else { Routing::SelfKeyValue };
         let (entries, reads, tuning, eps) = (2, branches + 2, Tuning::default(), EPS);
@@ -102,15 +110,18 @@ impl Pass {
         let state = stored(&[reads, TOKENS, streams, d_model]);
         let gates = gated.then(|| scalars(&[reads, TOKENS, 5]));
         let gate = gates.as_ref().map(Buffer::operand);
-        let packed = gated.then(|| scalars(&[site_length(d_model)]));
+        let packed = (gated || normed).then(|| scalars(&[packed_length(d_model, gated, normed)]));
+        let norm = normed.then_some(eps);
         let site = packed.as_ref().map(Buffer::operand);
         let (input, output) = (stored(&[TOKENS, d_model]), stored(&[TOKENS, d_model]));
         let [before, partial, d_state] = [(); 3].map(|()| stored(&[TOKENS, streams, d_model]));
         let parameters = Site::new(client, d_model, dtype);
 
         // Forward.
-        if let Some(site) = site {
-            pack_site(client, PackSite { parameters: parameters.operands(), site })?;
+        let gain = stored(&[d_model]);
+        if let Some(site) = site.filter(|_| gated) {
+            let gain = normed.then(|| gain.operand());
+            pack_site(client, PackSite { parameters: parameters.operands(), gain, site })?;
         }
         let (value, inv_rms) = (value.operand(), inv_rms.operand());
         for state in [&embedding, &before] {
@@ -121,7 +132,8 @@ impl Pass {
         for (first, count, keep_first, sited) in
             [(0, branches, true, true), (0, branches, false, true), (branches + 1, 1, true, false)]
         {
-            let mix = Mix { site: site.filter(|_| sited), gate, input: input.operand(), keep_first, eps };
+            let (site, norm) = (site.filter(|_| sited), norm.filter(|_| sited));
+            let mix = Mix { site, gate, input: input.operand(), keep_first, eps, norm };
             for mix in [Some(mix), None] {
                 let operands = PrefixFwd {
                     value,
@@ -156,6 +168,7 @@ impl Pass {
                 input: input.operand(),
                 read: 1,
                 eps,
+                norm: norm.filter(|_| site.is_some()),
             };
             read_fwd(client, operands, routing, tuning)?;
         }
@@ -173,7 +186,8 @@ impl Pass {
         let d_token = scalars(&[reads, TOKENS, 2 + 2 * streams]);
         let (d_logit, d_query) = (scalars(&[entries, reads, TOKENS, streams]), scalars(&[reads, streams, d_model]));
         let d_parameters = Site::new(client, d_model, F32);
-        let d_site = site.map(|_| d_parameters.operands());
+        let d_site = gated.then(|| d_parameters.operands());
+        let d_gain = normed.then(|| scalars(&[d_model]));
         let d_output = stored(&[TOKENS, d_model]);
         let open = OpenBwd {
             partial: partial.operand(),
@@ -184,7 +198,7 @@ impl Pass {
         for (open, sited, written) in
             [(Some(open), true, true), (None, true, true), (Some(open), false, false), (None, false, false)]
         {
-            for d_site in [d_site, None] {
+            for (d_site, trained) in [(d_site, true), (None, false)] {
                 let operands = ReadBwd {
                     state: state.operand(),
                     slot: 1,
@@ -197,9 +211,11 @@ impl Pass {
                     open,
                     d_token: d_token.operand(),
                     d_site: d_site.filter(|_| sited),
+                    d_gain: d_gain.as_ref().filter(|_| sited && trained).map(Buffer::operand),
                     d_query: d_query.operand(),
                     read: 1,
                     eps,
+                    norm: norm.filter(|_| sited),
                 };
                 read_bwd(client, operands, routing, tuning)?;
             }

@@ -31,8 +31,7 @@ fn pack(edit: fn(&str) -> String) -> Result<f64, String> {
     pack_fwd(&client, operands, Tuning::default()).map_err(|error| error.to_string())?;
     let read = |handle| client.read_one(handle).map_err(|error| error.to_string());
     let (value, inv_rms) = (read(value)?, read(inv_rms)?);
-    let inv_rms: Vec<f64> =
-        inv_rms.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap()).into()).collect();
+    let inv_rms: Vec<f64> = inv_rms.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap()).into()).collect();
     assert_eq!(*value, *bytes);
     Ok(relative_error(&inv_rms, &inverse_rms(&states, d_model, EPS), 1e-6))
 }
