@@ -105,6 +105,8 @@ fn write(language: Language, index: u16, folder: &Path, few: bool, bar: &Progres
         launch.run(&client).map_err(|error| format!("{}: {error}", launch.name()))?;
         bar.inc(1);
     }
+    // Launches go on behind; whoever reads waits for them.
+    client.read_one(client.empty(1)).map_err(|error| error.to_string())?;
     bar.finish_and_clear();
     Ok(std::mem::take(&mut *written.lock().expect("no launch panicked")))
 }
