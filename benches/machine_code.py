@@ -172,8 +172,12 @@ def main():
     files = [file for path in arguments.sources for file in (sorted(path.glob("*.cu")) if path.is_dir() else [path])]
     folder = root()
     jobs = [(file, architecture, folder) for architecture in arguments.architecture or ARCHITECTURES for file in files]
+    rows = []
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        rows = list(pool.map(report, *zip(*jobs), chunksize=4))
+        for done in concurrent.futures.as_completed([pool.submit(report, *job) for job in jobs]):
+            rows.append(done.result())
+            print(f"\r{len(rows)} of {len(jobs)}", end="\n" * (len(rows) == len(jobs)), file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: (row["file"], row["architecture"]))
 
     for row in rows:
         if "error" in row:
