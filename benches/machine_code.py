@@ -5,8 +5,8 @@
     python3 benches/machine_code.py sources/cuda
 
 Every source is compiled by NVRTC and ptxas for each architecture, and its machine code is read: registers, spills, the
-widths of loads and stores, and how many loads go out before the first one is waited for. Prints a row a kernel, with the
-worst of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile, and with `--check`
+widths of loads and stores, and how many loads go out before the first one is waited for. Prints a row a kernel, with
+the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile, and with `--check`
 also if one spills or uses local memory.
 
 The compilers are NVIDIA's, from wheels, and stay in a cache folder.
@@ -29,7 +29,7 @@ WHEELS = [f"nvidia-cuda-{part}=={VERSION}" for part in ("nvrtc", "nvcc", "runtim
 WHEELS.append("nvidia-cuda-cccl==13.3.5.0.6")
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / f"dar-cuda-{VERSION}"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a"]
-FIELDS = ["file", "architecture", "registers", "stack", "spilled", "local", "load", "store", "in_flight", "instructions"]
+FIELDS = "file architecture registers stack spilled local load store in_flight instructions".split()
 
 
 def root():
@@ -155,8 +155,8 @@ def table(rows):
     for kernel, rows in sorted(kernels.items()):
         column = lambda name: [row[name] for row in rows]
         spilled = [row["spilled"] + row["stack"] for row in rows]
-        files = len(set(column("file")))
-        cells = [files, *map(span, (column("registers"), spilled, column("load"), column("store"), column("in_flight")))]
+        columns = [column("registers"), spilled, column("load"), column("store"), column("in_flight")]
+        cells = [len(set(column("file"))), *map(span, columns)]
         lines.append(f"| `{kernel}` | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -172,8 +172,12 @@ def main():
     files = [file for path in arguments.sources for file in (sorted(path.glob("*.cu")) if path.is_dir() else [path])]
     folder = root()
     jobs = [(file, architecture, folder) for architecture in arguments.architecture or ARCHITECTURES for file in files]
+    rows = []
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        rows = list(pool.map(report, *zip(*jobs), chunksize=4))
+        for done in concurrent.futures.as_completed([pool.submit(report, *job) for job in jobs]):
+            rows.append(done.result())
+            print(f"\r{len(rows)} of {len(jobs)}", end="\n" * (len(rows) == len(jobs)), file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: (row["file"], row["architecture"]))
 
     for row in rows:
         if "error" in row:

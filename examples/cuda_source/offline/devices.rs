@@ -74,7 +74,7 @@ pub fn webgpu() -> DeviceProperties {
 
 fn device(name: &str, hardware: HardwareProperties) -> DeviceProperties {
     let identity = DeviceIdentity { name: name.into(), fingerprint: name.into(), physical: None };
-    // Larger than any buffer that is asked for. Devices align to more bytes, past which nobody would see a stray access.
+    // Larger than any buffer that is asked for. Devices align to more bytes, in which nobody would see a stray access.
     let memory = MemoryDeviceProperties::new(u64::MAX / 2, 16);
     DeviceProperties::new(Default::default(), memory, hardware, TimingMethod::System, identity)
 }
