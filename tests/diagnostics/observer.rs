@@ -296,8 +296,8 @@ fn separate_values_are_recorded_beside_their_sources() {
     let maps = vec(scheme.value_maps.as_ref().unwrap().val());
     let maps = Array3::from_shape_vec((BRANCHES + 1, D_MODEL, D_MODEL), maps).unwrap();
     // (21): the value of a source is its map times the source; the embedding has the first map.
-    for branch in 0..BRANCHES {
-        let entry = records[branch].state.as_ref().unwrap();
+    for (branch, record) in records.iter().enumerate().take(BRANCHES) {
+        let entry = record.state.as_ref().unwrap();
         assert_eq!(entry.dim(), (TOKENS, 2, D_MODEL));
         let source = entry.index_axis(Axis(1), 0);
         let truth = source.dot(&maps.index_axis(Axis(0), branch + 1).t());

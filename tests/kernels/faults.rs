@@ -11,10 +11,13 @@ use crate::support::host::{relative_error, values};
 /// Ten rows of two vectors a unit and a tail, over eight planes.
 const SHAPE: [usize; 3] = [5, 2, 1300];
 
+/// Of a source.
+type Edit = fn(&str) -> String;
+
 const BARRIER: &str = "__syncthreads();";
 
 /// How far off the history is that a kernel packs whose source was edited; what the host says against it.
-fn pack(edit: fn(&str) -> String) -> Result<f64, String> {
+fn pack(edit: Edit) -> Result<f64, String> {
     let client = cuda::edited_client(edit)?;
     let [tokens, streams, d_model] = SHAPE;
     let states = values(1, tokens * streams * d_model, 1.0);
@@ -54,7 +57,7 @@ fn the_host_notices_faults() {
     };
     assert!(correct < 1e-5, "{correct:e}");
 
-    let wrong: [(&str, fn(&str) -> String); 5] = [
+    let wrong: [(&str, Edit); 5] = [
         ("no barrier before the partials are read", |source| source.replacen(BARRIER, "", 1)),
         ("no barrier before the total is read", |source| {
             let (before, last) = source.rsplit_once(BARRIER).unwrap();
@@ -72,7 +75,7 @@ fn the_host_notices_faults() {
         assert!(error > 1e-3, "{fault}: {error:e}");
     }
 
-    let refused: [(&str, &str, fn(&str) -> String); 3] = [
+    let refused: [(&str, &str, Edit); 3] = [
         ("a stray pointer", "memory of nobody", |source| source.replacen("&v1[", "&v1[(1u << 31) + ", 1)),
         ("a barrier for some", "different barriers", |source| {
             source.replacen(BARRIER, "if (threadIdx.x < 100) { __syncthreads(); }", 1)

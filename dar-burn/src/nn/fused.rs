@@ -49,6 +49,7 @@ pub(super) enum HistoryState<S> {
 
 /// Between a read and its write.
 #[derive(Debug, Clone)]
+#[expect(clippy::large_enum_variant, reason = "one a pass, and a box would be one more indirection a branch")]
 pub(super) enum HistoryPending<P> {
     Fused(Pass),
     Composed(P),

@@ -49,7 +49,7 @@ impl Source {
                 Ok((compiled.to_string(), compiled.shared_memory_size))
             }
             Language::Wgsl => {
-                let mut compiler = AutoCompiler::Wgsl(WgslCompiler::default());
+                let mut compiler = AutoCompiler::Wgsl(WgslCompiler);
                 Ok((compiler.compile(definition, &WgpuCompilationOptions::default())?.to_string(), 0))
             }
         };

@@ -4,6 +4,8 @@
 //! input is a port, a node whose only parent is the hub and that leaves its gradient there. The hub runs after its port and
 //! after the next read, and launches the backward once. The edge from read to read is the chain, a tensor of one element.
 
+#![expect(clippy::too_many_arguments, reason = "one argument a tensor and size")]
+
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
