@@ -31,7 +31,7 @@ pub fn all(client: &Client, few: bool) -> Vec<Launch> {
     let stored = |dtype: &ElemType| client.properties().supports_type(*dtype);
     let dtypes: Vec<ElemType> = [F32, F16, BF16].into_iter().filter(stored).collect();
     let problems = if few { shapes::few() } else { shapes::all(&dtypes) };
-    let (widths, branches) = if few { (&WIDTHS[..1], &BRANCHES[1..2]) } else { (&WIDTHS[..], &BRANCHES[..]) };
+    let (widths, branches) = if few { (&WIDTHS[..1], &BRANCHES[2..]) } else { (&WIDTHS[..], &BRANCHES[..]) };
     let benchmarks = problems
         .into_iter()
         .flat_map(|problem| problem.directions().iter().map(move |&direction| Launch::Benchmark(problem, direction)));

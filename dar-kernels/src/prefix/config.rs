@@ -21,6 +21,9 @@ const MOST_IN_FLIGHT: usize = 64;
 /// Entries a chunk at most: one barrier for all of their logits.
 const MOST_ENTRIES: usize = 4;
 
+/// Logits of a chunk, queries × outputs × entries, which wait in registers beside the accumulators: 48 of them spill.
+const MOST_LOGITS: usize = 32;
+
 /// Everything that changes the code of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PrefixConfig {
@@ -61,7 +64,8 @@ impl Work {
         let in_flight = (streams + if keyed { outputs } else { 0 }) * row.columns * row.lanes;
         let mut chunk = MOST_ENTRIES;
         // Without planes every unit has a place in shared memory for every sum.
-        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || !row.fits(client, more.max(chunk * heads))) {
+        let held = |chunk| chunk * in_flight <= MOST_IN_FLIGHT && chunk * heads <= MOST_LOGITS;
+        while chunk > 1 && !(held(chunk) && row.fits(client, more.max(chunk * heads))) {
             chunk /= 2;
         }
         let row = row.fit(client, more.max(chunk * heads));
