@@ -352,10 +352,13 @@ impl Problem {
     }
 }
 
-/// A read as it is, and with the norm of its branch folded in, which knows no routing.
+/// A read as it is, and with the norm of its branch folded in: that knows no routing, and of the widths with and without
+/// vectors one each is enough.
 fn with_norm(problem: Problem) -> impl Iterator<Item = (Problem, bool)> {
-    let normed = Some(problem.clone()).filter(|problem| problem.streams != 2 || problem.routing == Routing::CrossKey);
-    let normed = normed.and_then(Problem::normed).map(|problem| (problem, true));
+    let fits = |problem: &Problem| {
+        matches!(problem.d_model, 24 | 257) && (problem.streams != 2 || problem.routing == Routing::CrossKey)
+    };
+    let normed = Some(problem.clone()).filter(fits).and_then(Problem::normed).map(|problem| (problem, true));
     [Some((problem, false)), normed].into_iter().flatten()
 }
 
