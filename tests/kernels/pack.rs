@@ -4,7 +4,7 @@ use dar_kernels::Tuning;
 use dar_kernels::pack::{Key, PackFwd, pack_fwd};
 
 use super::support::{
-    Buffer, EPS, F16, F32, STORAGE, all_reductions, assert_close, assert_only_token, bound, clients, golden_cases,
+    Buffer, EPS, F16, F32, STORAGE, all_reductions, assert_close, assert_only_token, bound, clients, few, golden_cases,
     inverse_rms, keys, routing, stores,
 };
 use crate::support::host::values;
@@ -72,6 +72,7 @@ fn any_size() {
                 for [tokens, streams, d_model] in
                     [[257, 2, 1], [130, 2, 3], [1, 1, 37], [37, 2, 130], [3, 2, 257], [2, 1, 5000], [0, 2, 8]]
                 {
+                    let tokens = few(&client, tokens);
                     let state = values(1, tokens * streams * d_model, 2.0);
                     let dims = [tokens, streams, d_model];
                     let [value, inv_rms] = run(&client, dtype, tuning, dims, &[(1, &state)], 3, EPS);

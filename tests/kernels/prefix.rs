@@ -11,7 +11,7 @@ use dar_kernels::site::{packed_length, site_length};
 use dar_kernels::{KernelError, Reduction, Tuning, launches};
 
 use super::support::{
-    BF16, Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, golden_cases, gradient,
+    BF16, Buffer, EPS, F16, F32, STORAGE, assert_close, assert_only_token, bound, clients, few, golden_cases, gradient,
     history, host, inverse_rms, keys, leaf, reductions, routing, stores, truth,
 };
 use crate::support::golden::Case;
@@ -442,7 +442,9 @@ fn packed_keys() {
         let golden = golden_cases("prefix_").into_iter().filter(|case| !case.is_extreme());
         let golden: Vec<Problem> = golden.map(|case| Problem::golden(&case)).collect();
         let sized = [[257, 2, 1], [1, 2, 37], [37, 2, 130], [3, 2, 257], [0, 2, 8]];
-        let sized = sized.map(|dims| Problem::new(dims, 3, 2, Routing::CrossKey, 3.0));
+        let sized = sized.map(|[tokens, streams, d_model]| {
+            Problem::new([few(&client, tokens), streams, d_model], 3, 2, Routing::CrossKey, 3.0)
+        });
         let others = [
             Problem::new([3, 2, 24], 7, 11, Routing::CrossKey, 3.0),
             Problem::new([3, 1, 24], 5, 3, Routing::SelfKeyValue, 3.0),
@@ -482,7 +484,9 @@ fn mixed_with_the_first_branch() {
     for (client, device) in clients() {
         let routed = Routing::ALL.map(|routing| Problem::new([5, 2, 24], 5, 4, routing, 3.0));
         let sized = [[257, 2, 1], [1, 2, 37], [37, 2, 130], [3, 2, 257], [0, 2, 8]];
-        let sized = sized.map(|dims| Problem::new(dims, 3, 2, Routing::CrossKey, 3.0));
+        let sized = sized.map(|[tokens, streams, d_model]| {
+            Problem::new([few(&client, tokens), streams, d_model], 3, 2, Routing::CrossKey, 3.0)
+        });
         let many = Problem::new([3, 2, 24], 3, 19, Routing::CrossKey, 3.0);
         let sited = routed.into_iter().chain(sized).chain([many]).map(|problem| (problem, true));
         let keyed = Problem { keyed: true, ..Problem::new([5, 2, 24], 5, 4, Routing::CrossKey, 3.0) };
@@ -590,14 +594,14 @@ fn golden_backward() {
 fn backward_of_any_size() {
     for (client, device) in clients() {
         let sized = [
-            Problem::new([257, 2, 1], 3, 2, Routing::CrossKey, 3.0),
-            Problem::new([130, 2, 3], 1, 2, Routing::CrossKey, 3.0),
+            Problem::new([few(&client, 257), 2, 1], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([few(&client, 130), 2, 3], 1, 2, Routing::CrossKey, 3.0),
             Problem::new([1, 2, 37], 3, 2, Routing::CrossKey, 3.0),
-            Problem::new([37, 2, 130], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([few(&client, 37), 2, 130], 3, 2, Routing::CrossKey, 3.0),
             Problem::new([3, 2, 257], 3, 2, Routing::CrossKey, 3.0),
             Problem::new([3, 2, 24], 64, 11, Routing::CrossKey, 3.0),
             Problem::new([3, 1, 24], 5, 3, Routing::SelfKeyValue, 3.0),
-            Problem::new([700, 2, 3], 3, 2, Routing::CrossKey, 3.0),
+            Problem::new([few(&client, 700), 2, 3], 3, 2, Routing::CrossKey, 3.0),
             Problem::projected(5, 24, 3, 2),
             Problem::projected(3, 130, 9, 11),
         ];

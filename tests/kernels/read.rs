@@ -9,8 +9,8 @@ use dar_kernels::site::packed_length;
 use dar_kernels::{Tuning, launches};
 
 use super::support::{
-    BF16, Buffer, EPS, F16, F32, STORAGE, SiteBuffers, assert_close, assert_only_token, bound, clients, golden_cases,
-    gradient, host, leaf, reductions, routing, stores, truth,
+    BF16, Buffer, EPS, F16, F32, STORAGE, SiteBuffers, assert_close, assert_only_token, bound, clients, few,
+    golden_cases, gradient, host, leaf, reductions, routing, stores, truth,
 };
 use crate::support::golden::Case;
 use crate::support::host::values;
@@ -613,7 +613,7 @@ fn backward_of_any_size() {
     for (client, device) in clients() {
         let routed = Routing::ALL.map(|routing| (7, 24, routing));
         let sized = [(257, 1), (130, 3), (1, 37), (37, 130), (3, 257), (2100, 3)];
-        let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey));
+        let sized = sized.map(|(tokens, d_model)| (few(&client, tokens), d_model, Routing::CrossKey));
         for (tokens, d_model, routing) in routed.into_iter().chain(sized) {
             for kind in KINDS {
                 // The other kinds differ in what they leave out.
@@ -804,7 +804,7 @@ fn golden() {
 fn any_size() {
     for (client, device) in clients() {
         let sized = [(257, 1), (130, 3), (1, 37), (37, 130), (3, 257), (0, 8)];
-        let sized = sized.map(|(tokens, d_model)| (tokens, d_model, Routing::CrossKey, F32));
+        let sized = sized.map(|(tokens, d_model)| (few(&client, tokens), d_model, Routing::CrossKey, F32));
         let routed = Routing::ALL.map(|routing| (5, 24, routing, F32));
         let stored = [F16, BF16].map(|dtype| (5, 130, Routing::CrossKey, dtype));
         for (tokens, d_model, routing, dtype) in sized.into_iter().chain(routed).chain(stored) {

@@ -58,6 +58,11 @@ pub fn reductions(client: &Client) -> Vec<Tuning> {
     if client.name() == cuda::NAME { vec![Tuning::default()] } else { all_reductions(client) }
 }
 
+/// So many tokens, or as many as make several rounds of a few cubes on [CUDA source](cuda), where a thread is a fibre.
+pub fn few(client: &Client, tokens: usize) -> usize {
+    if client.name() == cuda::NAME { tokens.min(17) } else { tokens }
+}
+
 /// Both ways to add in a cube; the plane path where the device's planes have one size.
 pub fn all_reductions(client: &Client) -> Vec<Tuning> {
     let planes = Reduction::forced_planes(client).map_err(|error| say(&error.to_string())).ok();
