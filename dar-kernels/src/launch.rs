@@ -17,6 +17,9 @@ const USUAL_UNITS: usize = 256;
 const CPU_UNITS: usize = 16;
 const CPU_COLUMNS: usize = 4;
 
+/// Loads of a unit before it waits for the first. More of them take registers, and leave room for fewer units.
+const IN_FLIGHT: usize = 4;
+
 /// The widest vector: the eight scalars of a site are whole vectors.
 const MOST_LANES: usize = 8;
 
@@ -35,6 +38,17 @@ pub struct Tuning {
     pub reduction: Option<Reduction>,
 }
 
+/// What a kernel holds of a row.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Held {
+    /// Operands of which it loads a column at once.
+    pub(crate) loads: usize,
+    /// Values of every element that it keeps in registers.
+    pub(crate) arrays: usize,
+    /// f32 registers that a unit has for them.
+    pub(crate) registers: usize,
+}
+
 /// One cube a row of a state: how its units share the columns, and how they add. A column is a vector of `lanes`
 /// elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,45 +57,27 @@ pub(crate) struct Row {
     pub(crate) lanes: usize,
     /// A power of two.
     pub(crate) units: usize,
-    /// Columns that each unit keeps in registers, `units` apart.
+    /// Columns that each unit has in registers, `units` apart.
     pub(crate) columns: usize,
     pub(crate) reduction: Reduction,
 }
 
 impl Row {
-    /// For a kernel that walks the columns and keeps none.
-    pub(crate) fn walked(client: &Client, dtype: ElemType, d_model: usize, tuning: Tuning) -> Self {
-        // One kernel for all widths that have as many units.
-        Self { columns: 0, ..Self::choose(client, dtype, d_model, tuning, usize::MAX) }
-    }
-
-    /// For a kernel that keeps `arrays` values of every element in registers, of which a unit has `registers` for them.
-    pub(crate) fn held(
-        client: &Client,
-        dtype: ElemType,
-        d_model: usize,
-        tuning: Tuning,
-        arrays: usize,
-        registers: usize,
-    ) -> Self {
-        let most_columns = (registers / (arrays * lanes(client, dtype, d_model))).max(1);
-        Self::choose(client, dtype, d_model, tuning, most_columns)
-    }
-
-    /// The smallest cube that covers the row, up to the usual units, past them only while a unit would hold more than
-    /// `most_columns`.
-    fn choose(client: &Client, dtype: ElemType, d_model: usize, tuning: Tuning, most_columns: usize) -> Self {
+    /// The smallest cube that covers the row with as many columns a unit as it takes for [`IN_FLIGHT`] loads, up to the
+    /// usual units, past them only while a unit would hold more than its registers allow.
+    pub(crate) fn choose(client: &Client, dtype: ElemType, d_model: usize, held: Held, tuning: Tuning) -> Self {
         let lanes = lanes(client, dtype, d_model);
         let vectors = d_model / lanes;
         let reduction = tuning.reduction.unwrap_or_else(|| Reduction::of_device(client));
         let hardware = &client.properties().hardware;
         let limit = 1usize << hardware.max_units_per_cube.min(hardware.max_cube_dim.0).max(1).ilog2();
-        let (usual, most_columns) = match runs_on_cpu(client) {
-            true => (CPU_UNITS, most_columns.min(CPU_COLUMNS)),
-            false => (USUAL_UNITS, most_columns),
-        };
+        let on_cpu = runs_on_cpu(client);
+        let most_columns =
+            (held.registers / (held.arrays * lanes)).clamp(1, if on_cpu { CPU_COLUMNS } else { usize::MAX });
+        let columns = IN_FLIGHT.div_ceil(held.loads).min(most_columns);
+        let usual = if on_cpu { CPU_UNITS } else { USUAL_UNITS };
         let least = reduction.least_units();
-        let mut units = vectors.next_power_of_two().clamp(least, usual.min(limit).max(least));
+        let mut units = vectors.div_ceil(columns).next_power_of_two().clamp(least, usual.min(limit).max(least));
         while units < limit && vectors.div_ceil(units) > most_columns {
             units *= 2;
         }

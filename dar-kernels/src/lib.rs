@@ -110,6 +110,7 @@
 //! # Ok::<(), dar_kernels::KernelError>(())
 //! ```
 
+mod columns;
 mod dims;
 mod error;
 mod launch;

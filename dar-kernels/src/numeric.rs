@@ -13,10 +13,10 @@ pub(crate) fn lane_sum<N: Size>(vector: Vector<f32, N>) -> f32 {
     sum
 }
 
-/// `1 / sqrt(squares / length + eps)`
+/// `1 / sqrt(squares / length + eps)`, of the inverse length.
 #[cube]
-pub(crate) fn inverse_rms(squares: f32, length: f32, eps: f32) -> f32 {
-    1.0f32 / (squares / length + eps).sqrt()
+pub(crate) fn inverse_rms(squares: f32, inv_length: f32, eps: f32) -> f32 {
+    (squares * inv_length + eps).inverse_sqrt()
 }
 
 /// `1 / (1 + exp(-x))`, without an exponential that overflows.

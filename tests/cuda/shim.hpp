@@ -88,6 +88,9 @@ inline float max(float a, float b) {
 inline float min(float a, float b) {
     return fminf(a, b);
 }
+inline float rsqrt(float x) {
+    return 1.0f / sqrtf(x);
+}
 
 // The source defines these itself, for a device on which they are other types.
 #define int64_t kernel_int64_t

@@ -8,7 +8,7 @@ use crate::cuda;
 use crate::support::devices::{Request, request, say};
 use crate::support::host::{relative_error, values};
 
-/// Ten rows of two vectors a unit and a tail, over eight planes.
+/// Ten rows of two vectors a unit and a tail, over four planes.
 const SHAPE: [usize; 3] = [5, 2, 1300];
 
 /// Of a source.
@@ -65,10 +65,11 @@ fn the_host_notices_faults() {
         }),
         ("a shuffle from another lane", |source| source.replacen("__shfl_xor_sync", "__shfl_up_sync", 1)),
         ("a column past the end", |source| {
-            let (before, after) = source.split_once("for(").unwrap();
-            format!("{before}for({}", after.replacen(" < ", " <= ", 1))
+            let (_, after) = source.split_once(" < ").unwrap();
+            let (vectors, _) = after.split_once(';').unwrap();
+            source.replace(&format!(" < {vectors};"), &format!(" <= {vectors};"))
         }),
-        ("a column that is left out", |source| source.replacen("+= v", "+= 2 * v", 1)),
+        ("a plane that is left out", |source| source.replacen("+= v", "+= 2 * v", 1)),
     ];
     for (fault, edit) in wrong {
         let error = pack(edit).unwrap_or_else(|reason| panic!("{fault}: {reason}"));

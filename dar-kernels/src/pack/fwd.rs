@@ -1,10 +1,14 @@
 use cubecl::prelude::*;
 
-use crate::launch::{Row, Tuning, cube_index, cubes};
+use crate::columns::{load, narrowed, store, widened};
+use crate::launch::{Held, Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::{Dims, KernelError, Routing};
+
+/// Four columns of 8 lanes of a state.
+const HELD: Held = Held { loads: 1, arrays: 1, registers: 32 };
 
 /// Normalised keys beside the values of a history (A.1): the paper's packing.
 #[derive(Debug, Clone, Copy)]
@@ -95,7 +99,7 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
         return Ok(());
     }
 
-    let row = Row::walked(client, state.dtype, d_model, tuning);
+    let row = Row::choose(client, state.dtype, d_model, HELD, tuning);
     pack_fwd_kernel::launch(
         client,
         cubes(client, tokens * streams, 1),
@@ -111,7 +115,7 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
         streams,
         if state.shape.len() == 2 { streams } else { 1 },
         d_model / row.lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         eps as f32,
         keys,
         row,
@@ -132,7 +136,7 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     streams: usize,
     sharing: usize, // rows of an entry that hold the same row of the state
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     #[comptime] keys: KeyConfig,
     #[comptime] config: Row,
@@ -146,31 +150,34 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     let source = row / sharing;
     let mut sums = CubeSum::new(1usize, config);
     let mut squares = Vector::<f32, N>::new(0.0f32);
-    for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
-        let x = state[source * vectors + column];
-        value[packed * vectors + column] = x;
-        let x = Vector::<f32, N>::cast_from(x);
-        squares += x * x;
+    let columns = comptime!(config.columns);
+    let stored = load::<E, N>(state, source, vectors, 1usize, config);
+    store::<E, N>(&stored, value, packed, vectors, 1usize, config);
+    let mut x = widened::<E, N>(&stored);
+    #[unroll]
+    for c in 0..columns {
+        squares += x[c] * x[c];
     }
     let mut sum = Array::<f32>::new(1usize);
     sum[0] = lane_sum(squares);
     sums.sum(&mut sum);
-    let norm = inverse_rms(sum[0], d_model, eps);
+    let norm = inverse_rms(sum[0], inv_d_model, eps);
     if UNIT_POS_X == 0 {
         inv_rms[packed] = norm;
     }
     if comptime!(key.is_some()) {
-        let key = key.as_mut().unwrap();
         let outputs = comptime!(keys.outputs);
+        let key = key.as_mut().unwrap().slice_mut(0, (entry + 1) * (rows / streams) * outputs * vectors);
         let stream = row % streams;
-        for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
-            let x = Vector::<f32, N>::cast_from(state[source * vectors + column]);
-            let normed = Vector::<E, N>::cast_from(Vector::new(norm) * x);
-            #[unroll]
-            for j in 0..outputs {
-                if stream == comptime!(keys.routing.key_stream(j)) {
-                    key[(packed / streams * outputs + j) * vectors + column] = normed;
-                }
+        #[unroll]
+        for c in 0..columns {
+            x[c] *= Vector::new(norm);
+        }
+        let normed = narrowed::<E, N>(&x);
+        #[unroll]
+        for j in 0..outputs {
+            if stream == comptime!(keys.routing.key_stream(j)) {
+                store::<E, N>(&normed, key, packed / streams * outputs + j, vectors, 1usize, config);
             }
         }
     }

@@ -121,7 +121,7 @@ pub fn prefix_bwd_history(
         reads,
         tokens,
         d_model / lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         summed,
         config,
         value.dtype,
@@ -147,7 +147,7 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
     reads: usize,
     tokens: usize,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     #[comptime] summed: bool,
     #[comptime] config: PrefixConfig,
     #[define(E)] _value_dtype: ElemType,
@@ -253,7 +253,7 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
     #[unroll]
     for j in 0..streams {
         let norm = inv_rms[packed + j];
-        let back = norm * norm * along[j] / d_model;
+        let back = norm * norm * along[j] * inv_d_model;
         #[unroll]
         for c in 0..columns {
             let k = comptime!(j * columns + c);
@@ -478,6 +478,7 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
     let outputs = comptime!(config.outputs);
     let group = comptime!(config.group);
     let heads = comptime!(group * outputs);
+    let chunk = comptime!(config.chunk); // pairs of an entry and a token at a time
     let columns = comptime!(config.row.columns);
     let units = comptime!(config.row.units);
     let unit = UNIT_POS_X as usize;
@@ -491,35 +492,73 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
     // No read of the group sees more entries than its last.
     let last = min(begin + group, reads) - 1;
     let visible = min(last / branches_per_block + 1, entries);
-    for item in range_stepped(row, visible * tokens, rows) {
-        let entry = item / tokens;
-        let token = item % tokens;
-        let mut keys = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+    let items = visible * tokens;
+    for start in range_stepped(row, items, rows * chunk) {
+        // All loads of the chunk, so that they are in flight together.
+        let mut values = Array::<Vector<E, N>>::new(comptime!(chunk * streams * columns));
+        let mut scales = Array::<f32>::new(comptime!(chunk * streams));
+        let mut d_logits = Array::<f32>::new(comptime!(chunk * heads));
         #[unroll]
-        for j in 0..streams {
-            let norm = inv_rms[item * streams + j];
+        for i in 0..chunk {
+            let item = start + i * rows;
             #[unroll]
-            for c in 0..columns {
-                let column = c * units + unit;
-                keys[comptime!(j * columns + c)] = Vector::new(0.0f32);
-                if column < vectors {
-                    let x = Vector::<f32, N>::cast_from(value[(item * streams + j) * vectors + column]);
-                    keys[comptime!(j * columns + c)] = Vector::new(norm) * x;
+            for j in 0..streams {
+                scales[comptime!(i * streams + j)] = f32::new(0.0);
+                if item < items {
+                    scales[comptime!(i * streams + j)] = inv_rms[item * streams + j];
+                }
+                #[unroll]
+                for c in 0..columns {
+                    let column = c * units + unit;
+                    let k = comptime!((i * streams + j) * columns + c);
+                    values[k] = Vector::new(E::from_int(0));
+                    if item < items && column < vectors {
+                        values[k] = value[(item * streams + j) * vectors + column];
+                    }
                 }
             }
         }
         #[unroll]
-        for s in 0..group {
-            let read = begin + s;
-            if read < reads && entry <= read / branches_per_block {
+        for i in 0..chunk {
+            let item = start + i * rows;
+            let (entry, token) = (item / tokens, item % tokens);
+            #[unroll]
+            for s in 0..group {
+                let read = begin + s;
+                let seen = item < items && read < reads && entry <= read / branches_per_block;
+                #[unroll]
+                for j in 0..outputs {
+                    let k = comptime!((i * group + s) * outputs + j);
+                    d_logits[k] = f32::new(0.0);
+                    if seen {
+                        d_logits[k] = d_logit[((entry * rows_of_reads + read) * tokens + token) * outputs + j];
+                    }
+                }
+            }
+        }
+
+        #[unroll]
+        for i in 0..chunk {
+            let mut keys = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+            #[unroll]
+            for j in 0..streams {
+                #[unroll]
+                for c in 0..columns {
+                    let k = comptime!(j * columns + c);
+                    let x = Vector::<f32, N>::cast_from(values[comptime!((i * streams + j) * columns + c)]);
+                    keys[k] = Vector::new(scales[comptime!(i * streams + j)]) * x;
+                }
+            }
+            #[unroll]
+            for s in 0..group {
                 #[unroll]
                 for j in 0..outputs {
                     let key = comptime!(config.routing.key_stream(j));
-                    let d = d_logit[((entry * rows_of_reads + read) * tokens + token) * outputs + j];
+                    let head = comptime!(s * outputs + j);
+                    let d = d_logits[comptime!(i * heads + head)];
                     #[unroll]
                     for c in 0..columns {
-                        sums[comptime!((s * outputs + j) * columns + c)] +=
-                            Vector::new(d) * keys[comptime!(key * columns + c)];
+                        sums[comptime!(head * columns + c)] += Vector::new(d) * keys[comptime!(key * columns + c)];
                     }
                 }
             }

@@ -1,6 +1,6 @@
 use cubecl::prelude::*;
 
-use crate::launch::{Row, Tuning};
+use crate::launch::{Held, Row, Tuning};
 use crate::reduce::Reduction;
 use crate::{Dims, Routing};
 
@@ -18,11 +18,20 @@ const MOST_ACCUMULATORS: usize = 128;
 /// registers for them leave too few units on a multiprocessor.
 const MOST_IN_FLIGHT: usize = 64;
 
+/// The same with packed keys beside them: f16 spills past it.
+const MOST_KEYED_IN_FLIGHT: usize = 32;
+
 /// Entries a chunk at most: one barrier for all of their logits.
 const MOST_ENTRIES: usize = 4;
 
 /// Logits of a chunk, queries × outputs × entries, which wait in registers beside the accumulators: 48 of them spill.
 const MOST_LOGITS: usize = 32;
+
+/// What a row costs: loads are in flight by chunks of entries, and by groups of queries in the backward by entry, so
+/// that one column is enough.
+const fn held(arrays: usize) -> Held {
+    Held { loads: usize::MAX, arrays, registers: MOST_ACCUMULATORS }
+}
 
 /// Everything that changes the code of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -55,20 +64,12 @@ impl Work {
     /// How many groups of queries there are, and the kernel for one, which makes up to `more` sums at a time beside
     /// those of the logits.
     pub(crate) fn choose(self, client: &Client, tuning: Tuning, more: usize) -> (usize, PrefixConfig) {
-        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing, keyed } = self;
-        let groups = queries.div_ceil((MOST_HEADS / outputs).max(1));
-        let group = queries.div_ceil(groups);
-        let heads = group * outputs;
-
-        let row = Row::held(client, dtype, d_model, tuning, heads, MOST_ACCUMULATORS);
-        let in_flight = (streams + if keyed { outputs } else { 0 }) * row.columns * row.lanes;
-        let mut chunk = MOST_ENTRIES;
-        // Without planes every unit has a place in shared memory for every sum.
-        let held = |chunk| chunk * in_flight <= MOST_IN_FLIGHT && chunk * heads <= MOST_LOGITS;
-        while chunk > 1 && !(held(chunk) && row.fits(client, more.max(chunk * heads))) {
-            chunk /= 2;
-        }
-        let row = row.fit(client, more.max(chunk * heads));
+        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, routing, .. } = self;
+        let (groups, group) = self.groups();
+        let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
+        let sums = |chunk| more.max(chunk * group * outputs);
+        let chunk = self.chunk(row, group, |chunk| row.fits(client, sums(chunk)));
+        let row = row.fit(client, sums(chunk));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
     }
 
@@ -77,13 +78,35 @@ impl Work {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing, .. } = self;
         let group = queries.clamp(1, MOST_BACKWARD_HEADS.div_ceil(outputs));
         let arrays = group * outputs + 3 * streams;
-        let row = Row::held(client, dtype, d_model, tuning, arrays, MOST_ACCUMULATORS).fit(client, group * outputs);
+        let row = Row::choose(client, dtype, d_model, held(arrays), tuning).fit(client, group * outputs);
         PrefixConfig { streams, outputs, routing, group, chunk: 1, row }
     }
 
     /// The first stage of the queries' gradient: one accumulator a query, output and column, and no sum over the cube.
     pub(crate) fn choose_query(self, client: &Client) -> (usize, PrefixConfig) {
-        let (groups, config) = self.choose(client, Tuning { reduction: Some(Reduction::Shared) }, 0);
-        (groups, PrefixConfig { chunk: 1, ..config })
+        let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, routing, .. } = self;
+        let (groups, group) = self.groups();
+        let tuning = Tuning { reduction: Some(Reduction::Shared) }; // none, which takes no units at least
+        let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
+        let chunk = self.chunk(row, group, |_| true);
+        (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
+    }
+
+    /// How many groups of queries there are, and queries of a group.
+    fn groups(self) -> (usize, usize) {
+        let groups = self.queries.div_ceil((MOST_HEADS / self.outputs).max(1));
+        (groups, self.queries.div_ceil(groups))
+    }
+
+    /// Entries of a chunk: as many as registers and `fits` allow.
+    fn chunk(self, row: Row, group: usize, fits: impl Fn(usize) -> bool) -> usize {
+        let Self { dims: Dims { streams, .. }, outputs, keyed, .. } = self;
+        let (states, most) = if keyed { (streams + outputs, MOST_KEYED_IN_FLIGHT) } else { (streams, MOST_IN_FLIGHT) };
+        let in_flight = states * row.columns * row.lanes;
+        let mut chunk = MOST_ENTRIES;
+        while chunk > 1 && (chunk * in_flight > most || chunk * group * outputs > MOST_LOGITS || !fits(chunk)) {
+            chunk /= 2;
+        }
+        chunk
     }
 }

@@ -1,6 +1,7 @@
 use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, Work};
+use crate::columns::{narrowed, store};
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
@@ -160,7 +161,7 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
         reads,
         tokens,
         d_model / lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         mix.map_or(0.0, |mix| mix.eps) as f32,
         norm.unwrap_or_default() as f32,
         mix.is_none_or(|mix| mix.keep_first),
@@ -192,7 +193,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     reads: usize,
     tokens: usize,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     norm_eps: f32,
     #[comptime] keep_first: bool,
@@ -395,7 +396,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
 
     // The first query is of the first group.
     if comptime!(mixing) && CUBE_POS_Z == 0 {
-        let input = input.as_mut().unwrap();
+        let input = input.as_mut().unwrap().slice_mut(0, tokens * vectors);
         let mut merged = Array::<Vector<f32, N>>::new(comptime!(outputs * columns));
         #[unroll]
         for k in 0..comptime!(outputs * columns) {
@@ -408,12 +409,13 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
         #[comptime]
         match site {
             ComptimeOption::Some(site) => {
-                let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
+                let gates =
+                    mixing_gates::<N>(&merged, site, &mut sums, vectors, inv_d_model, eps, comptime!(config.row));
                 inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
                 if comptime!(normed) {
                     let start = site_gain::<N>(vectors);
                     let row = comptime!(config.row);
-                    inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, d_model, norm_eps, row);
+                    inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, inv_d_model, norm_eps, row);
                 }
                 if unit == 0 {
                     let gate = gate.as_mut().unwrap();
@@ -431,16 +433,10 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
         match gain {
             ComptimeOption::Some(gain) => {
                 let row = comptime!(config.row);
-                inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, d_model, norm_eps, row);
+                inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, inv_d_model, norm_eps, row);
             }
             ComptimeOption::None => {}
         }
-        #[unroll]
-        for c in 0..columns {
-            let column = c * units + unit;
-            if column < vectors {
-                input[token * vectors + column] = Vector::cast_from(inputs[c]);
-            }
-        }
+        store::<E, N>(&narrowed::<E, N>(&inputs), input, token, vectors, 1usize, comptime!(config.row));
     }
 }

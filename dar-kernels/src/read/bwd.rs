@@ -1,7 +1,8 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
-use super::fwd::{Inputs, gates_and_gain, inputs, load, merge, mixed, partial_sums, sum_of_streams};
+use super::fwd::{Inputs, gates_and_gain, inputs, merge, mixed, partial_sums, sum_of_streams};
+use crate::columns::{load, narrowed, store, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
@@ -128,7 +129,8 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     let rows_of_query = if open.is_some() { outputs } else { 0 };
     let rows_of_gain = usize::from(d_gain.is_some());
     let scalars = if d_site.is_some() { SCALARS } else { 0 };
-    let length = (rows_of_site + rows_of_query + rows_of_gain) * d_model + scalars;
+    let all_rows = rows_of_site + rows_of_query + rows_of_gain;
+    let length = all_rows * d_model + scalars;
     let sums = length > 0;
     let cubes_of_tokens = if sums { rows(tokens, length) } else { tokens };
     let stage = sums.then(|| Rows::new(client, cubes_of_tokens, length));
@@ -140,8 +142,8 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         return Ok(());
     }
 
-    let what = [written, d_site.is_some(), norm.is_some(), d_gain.is_some()];
-    let config = choose_backward(client, dims, state.dtype, what, routing, tuning);
+    let what = [open.is_some(), written, d_site.is_some(), norm.is_some(), d_gain.is_some()];
+    let config = choose_backward(client, dims, state.dtype, all_rows, what, routing, tuning);
     let lanes = config.row.lanes;
     let gated = gate.filter(|_| site.is_some() || open.is_some());
     read_bwd_kernel::launch(
@@ -168,7 +170,7 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
         cubes_of_tokens,
         tokens,
         d_model / lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         eps as f32,
         norm.unwrap_or_default() as f32,
         config,
@@ -214,7 +216,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     rows: usize,
     tokens: usize,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     norm_eps: f32,
     #[comptime] config: ReadConfig,
@@ -258,57 +260,56 @@ fn read_bwd_kernel<E: Float, N: Size>(
     for k in 0..comptime!(all_rows * columns) {
         d_rows[k] = Vector::new(0.0f32);
     }
-    let mut d_scalars = Array::<f32>::new(comptime!(SCALARS));
-    #[unroll]
-    for k in 0..comptime!(SCALARS) {
-        d_scalars[k] = f32::new(0.0);
+    // Of the site's scalars, which every unit knows, one adds them up; in registers they would take eight of all.
+    let scalars = comptime!(if trained { SCALARS } else { 0 });
+    let mut d_scalars = Shared::<[f32]>::new_slice(comptime!(scalars.max(1)));
+    if unit == 0 {
+        #[unroll]
+        for k in 0..scalars {
+            d_scalars[k] = f32::new(0.0);
+        }
     }
 
     for token in range_stepped(row, tokens, rows) {
         let at = (slot * tokens + token) * streams; // row of the retrieved state
         let own = read * tokens + token; // row of the scalars of this read
-        let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
-        let mut merged = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
-        #[unroll]
-        for j in 0..streams {
+        // Gates first, so that they are in flight with what follows.
+        let mut alpha = Array::<f32>::new(2usize);
+        let mut beta = Array::<f32>::new(2usize);
+        let mut d_beta = Array::<f32>::new(2usize);
+        if comptime!(sited) {
+            let gate = gate.unwrap();
             #[unroll]
-            for c in 0..columns {
-                let column = c * units + unit;
-                let k = comptime!(j * columns + c);
-                retrieved[k] = Vector::new(0.0f32);
-                if column < vectors {
-                    retrieved[k] = Vector::cast_from(state[(at + j) * vectors + column]);
+            for j in 0usize..2 {
+                alpha[j] = gate[own * GATES + ALPHA + j];
+                beta[j] = gate[own * GATES + BETA + j];
+                d_beta[j] = f32::new(0.0);
+                if comptime!(written) {
+                    d_beta[j] = d_token[own * width + j];
                 }
-                merged[k] = retrieved[k];
             }
         }
-        let mut d_inputs = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
+        let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
+        let stored = load::<E, N>(states, at, vectors, streams, comptime!(config.row));
+        let d_input = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
+        let mut merged = widened::<E, N>(&stored);
+        let mut d_inputs = widened::<E, N>(&d_input);
 
         // The merge again, and with the same sum <D^0 - D^1, P^0 - P^1>, where D is the gradient of the state after the
         // branch.
         let mut open = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // the partial state P
-        let mut after = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // D
         let mut about = Array::<f32>::new(comptime!(2 * streams + more));
         let mut share = Array::<f32>::new(comptime!(2 * streams));
         #[comptime]
         match partial {
             ComptimeOption::Some(partial) => {
-                open = load::<E, N>(partial, token * streams, vectors, streams, comptime!(config.row));
-                if comptime!(written) {
-                    let d_partial = d_partial.as_mut().unwrap();
-                    #[unroll]
-                    for j in 0..streams {
-                        #[unroll]
-                        for c in 0..columns {
-                            let column = c * units + unit;
-                            let k = comptime!(j * columns + c);
-                            after[k] = Vector::new(0.0f32);
-                            if column < vectors {
-                                after[k] = Vector::cast_from(d_partial[(token * streams + j) * vectors + column]);
-                            }
-                        }
-                    }
+                let stored = load::<E, N>(partial, token * streams, vectors, streams, comptime!(config.row));
+                let mut after = Array::<Vector<E, N>>::new(comptime!(streams * columns)); // D
+                if comptime!(transported) {
+                    let d_partial = d_partial.as_mut().unwrap().slice(0, tokens * streams * vectors);
+                    after = load::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
                 }
+                open = widened::<E, N>(&stored);
                 let query = query.unwrap();
                 about = partial_sums::<N>(&open, query, &site, read, vectors, more, config);
                 if comptime!(transported) {
@@ -316,13 +317,14 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     #[unroll]
                     for c in 0..columns {
                         let other = comptime!(columns + c);
-                        d_rho += (after[c] - after[other]) * (open[c] - open[other]);
+                        let gap = Vector::<f32, N>::cast_from(after[c]) - Vector::cast_from(after[other]);
+                        d_rho += gap * (open[c] - open[other]);
                     }
                     about[5] = lane_sum(d_rho);
                 }
                 sums.sum(&mut about);
                 let lse = lse.unwrap();
-                share = merge::<N>(&mut merged, &open, &about, lse, own * streams, d_model, eps, config);
+                share = merge::<N>(&mut merged, &open, &about, lse, own * streams, inv_d_model, eps, config);
             }
             ComptimeOption::None => {}
         }
@@ -349,8 +351,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 sum[0] = lane_sum(squares);
                 sum[1] = lane_sum(along);
                 sums.sum(&mut sum);
-                let norm = inverse_rms(sum[0], d_model, norm_eps);
-                let back = norm * norm * norm * sum[1] / d_model;
+                let norm = inverse_rms(sum[0], inv_d_model, norm_eps);
+                let back = norm * norm * norm * sum[1] * inv_d_model;
                 #[unroll]
                 for c in 0..columns {
                     d_inputs[c] = Vector::new(norm) * d_inputs[c] - Vector::new(back) * inputs[c];
@@ -367,29 +369,14 @@ fn read_bwd_kernel<E: Float, N: Size>(
         #[comptime]
         match site {
             ComptimeOption::Some(site) => {
-                let gate = gate.unwrap();
-                let mut alpha = Array::<f32>::new(2usize);
-                let mut beta = Array::<f32>::new(2usize);
-                let mut d_beta = Array::<f32>::new(2usize);
-                #[unroll]
-                for j in 0usize..2 {
-                    alpha[j] = gate[own * GATES + ALPHA + j];
-                    beta[j] = gate[own * GATES + BETA + j];
-                    d_beta[j] = f32::new(0.0);
-                    if comptime!(written) {
-                        d_beta[j] = d_token[own * width + j];
-                    }
-                }
-
                 // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1; squares of [h0; h1]; d_alpha^j = <d_input, h^j>. With the
                 // branch's norm of u = alpha0 h0 + alpha1 h1, where d_input becomes gain d_input, first: <u, u>,
                 // <d_input, u>, <u, h^j>.
                 let mut sum = Array::<f32>::new(comptime!(if normed { 11usize } else { 7 }));
                 let kept = comptime!(if normed { columns } else { 1usize });
-                let mut inputs = Array::<Vector<f32, N>>::new(kept); // u
                 let mut d_normed = Array::<Vector<f32, N>>::new(kept);
                 if comptime!(normed) {
-                    inputs = mixed::<N>(&merged, &alpha, comptime!(config.row));
+                    let inputs = mixed::<N>(&merged, &alpha, comptime!(config.row)); // u
                     let start = site_gain::<N>(vectors);
                     let mut squares = Vector::<f32, N>::new(0.0f32);
                     let mut along = Vector::<f32, N>::new(0.0f32);
@@ -446,13 +433,18 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 sums.sum(&mut sum);
 
                 if comptime!(normed) {
-                    let norm = inverse_rms(sum[7], d_model, norm_eps);
-                    let back = norm * norm * norm * sum[8] / d_model;
+                    let norm = inverse_rms(sum[7], inv_d_model, norm_eps);
+                    let back = norm * norm * norm * sum[8] * inv_d_model;
                     #[unroll]
                     for c in 0..columns {
-                        d_inputs[c] = Vector::new(norm) * d_inputs[c] - Vector::new(back) * inputs[c];
+                        // u again, of its parts: in registers over the barrier it would make others spill.
+                        let (h0, h1) = (merged[c], merged[comptime!(columns + c)]);
+                        d_inputs[c] = Vector::new(norm) * d_inputs[c]
+                            - Vector::new(back * alpha[0]) * h0
+                            - Vector::new(back * alpha[1]) * h1;
                         if comptime!(gain_trained) {
-                            d_rows[comptime!(gain_row * columns + c)] += Vector::new(norm) * inputs[c] * d_normed[c];
+                            let normed = Vector::new(norm * alpha[0]) * h0 + Vector::new(norm * alpha[1]) * h1;
+                            d_rows[comptime!(gain_row * columns + c)] += normed * d_normed[c];
                         }
                     }
                     #[unroll]
@@ -463,7 +455,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
 
                 // Through the sigmoids (13, 14), then the norm: with z = n <W, hc>, d_hc = n v - hc n³ <v, hc> / (2
                 // d_model), where v = sum of scale d_logit W.
-                let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
+                let norm = inverse_rms(sum[4], 0.5f32 * inv_d_model, eps);
                 let scale_alpha = site_scalar::<N>(site, vectors, GATES);
                 let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
                 let mut scaled = Array::<f32>::new(4usize); // scale d_logit
@@ -475,12 +467,14 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     scaled[ALPHA + j] = scale_alpha * d_alpha;
                     scaled[BETA + j] = scale_beta * d_beta;
                     inner += scaled[ALPHA + j] * sum[ALPHA + j] + scaled[BETA + j] * sum[BETA + j];
-                    d_scalars[ALPHA + j] += d_alpha;
-                    d_scalars[BETA + j] += d_beta;
-                    d_scalars[GATES] += d_alpha * norm * sum[ALPHA + j];
-                    d_scalars[GATES + 1] += d_beta * norm * sum[BETA + j];
+                    if comptime!(trained) && unit == 0 {
+                        d_scalars[ALPHA + j] += d_alpha;
+                        d_scalars[BETA + j] += d_beta;
+                        d_scalars[GATES] += d_alpha * norm * sum[ALPHA + j];
+                        d_scalars[GATES + 1] += d_beta * norm * sum[BETA + j];
+                    }
                 }
-                let back = norm * norm * norm * inner / (2.0f32 * d_model);
+                let back = norm * norm * norm * inner * (0.5f32 * inv_d_model);
                 #[unroll]
                 for j in 0usize..2 {
                     #[unroll]
@@ -513,6 +507,13 @@ fn read_bwd_kernel<E: Float, N: Size>(
             }
         }
 
+        // With a merge the retrieved state again, from the cache: in registers over all the sums it would make others
+        // spill.
+        let mut retrieved = Array::<Vector<E, N>>::new(comptime!(streams * columns));
+        if comptime!(opened) {
+            let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
+            retrieved = load::<E, N>(states, at, vectors, streams, comptime!(config.row));
+        }
         // The gradient of the retrieved state as it is stored, for the history's backward compares with it:
         // <d_hist, hist>; and <d_h, hist - P>.
         let pairs = comptime!(if opened { 2 * streams } else { streams });
@@ -526,13 +527,15 @@ fn read_bwd_kernel<E: Float, N: Size>(
             for c in 0..columns {
                 let column = c * units + unit;
                 let k = comptime!(j * columns + c);
+                let mut hist = merged[k];
                 let mut d = d_merged[k];
                 if comptime!(opened) {
+                    hist = Vector::cast_from(retrieved[k]);
                     d *= Vector::new(share[j]);
-                    gap += d_merged[k] * (retrieved[k] - open[comptime!(from * columns + c)]);
+                    gap += d_merged[k] * (hist - open[comptime!(from * columns + c)]);
                 }
                 let stored = Vector::<E, N>::cast_from(d);
-                dot += Vector::cast_from(stored) * retrieved[k];
+                dot += Vector::cast_from(stored) * hist;
                 if column < vectors {
                     state[(at + j) * vectors + column] = stored;
                 }
@@ -561,17 +564,16 @@ fn read_bwd_kernel<E: Float, N: Size>(
         match partial {
             ComptimeOption::Some(_) => {
                 // The transport (17), or the plain sum.
+                // D again, likewise.
                 let mut d_open = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
                 #[unroll]
-                for j in 0..streams {
-                    #[unroll]
-                    for c in 0..columns {
-                        let k = comptime!(j * columns + c);
-                        d_open[k] = Vector::new(0.0f32);
-                        if comptime!(written && !transported) {
-                            d_open[k] = after[k];
-                        }
-                    }
+                for k in 0..comptime!(streams * columns) {
+                    d_open[k] = Vector::new(0.0f32);
+                }
+                if comptime!(written) {
+                    let d_partial = d_partial.as_mut().unwrap().slice(0, tokens * streams * vectors);
+                    let after = load::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
+                    d_open = widened::<E, N>(&after);
                 }
                 if comptime!(transported) {
                     let gate = gate.unwrap();
@@ -581,19 +583,27 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     let exchange = Vector::<f32, N>::new(1.0f32 - rho);
                     // (16), as above.
                     let d_rho = about[5] * rho * (1.0f32 - rho);
-                    let norm = inverse_rms(about[0] + about[1], 2.0f32 * d_model, eps);
+                    let norm = inverse_rms(about[0] + about[1], 0.5f32 * inv_d_model, eps);
                     let scaled = site_scalar::<N>(site, vectors, comptime!(GATES + 2)) * d_rho;
-                    let back = norm * norm * norm * scaled * about[4] / (2.0f32 * d_model);
-                    d_scalars[RHO] += d_rho;
-                    d_scalars[GATES + 2] += d_rho * norm * about[4];
+                    let back = norm * norm * norm * scaled * about[4] * (0.5f32 * inv_d_model);
+                    if comptime!(trained) && unit == 0 {
+                        d_scalars[RHO] += d_rho;
+                        d_scalars[GATES + 2] += d_rho * norm * about[4];
+                    }
+                    #[unroll]
+                    for c in 0..columns {
+                        let (first, second) = (c, comptime!(columns + c));
+                        let (after0, after1) = (d_open[first], d_open[second]);
+                        d_open[first] = keep * after0 + exchange * after1;
+                        d_open[second] = keep * after1 + exchange * after0;
+                    }
                     #[unroll]
                     for j in 0usize..2 {
                         #[unroll]
                         for c in 0..columns {
                             let k = comptime!(j * columns + c);
-                            let other = comptime!((1 - j) * columns + c);
                             let column = c * units + unit;
-                            d_open[k] = keep * after[k] + exchange * after[other] - Vector::new(back) * open[k];
+                            d_open[k] -= Vector::new(back) * open[k];
                             if column < vectors {
                                 d_open[k] += Vector::new(norm * scaled) * site[(2 * RHO + j) * vectors + column];
                             }
@@ -610,9 +620,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 for j in 0..streams {
                     let key = comptime!(config.routing.key_stream(j));
                     let from = comptime!(config.routing.value_stream(j));
-                    let norm = inverse_rms(about[key], d_model, eps);
+                    let norm = inverse_rms(about[key], inv_d_model, eps);
                     let d_logit = 0.0f32 - d_lse[j];
-                    let back = norm * norm * norm * d_logit * about[comptime!(streams + j)] / d_model;
+                    let back = norm * norm * norm * d_logit * about[comptime!(streams + j)] * inv_d_model;
                     let added = share[comptime!(streams + j)];
                     #[unroll]
                     for c in 0..columns {
@@ -630,7 +640,6 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 }
 
                 // The write of the branch before: dy = sum over j of beta^j dP^j; d_beta^j = <dP^j, y>.
-                let d_partial = d_partial.as_mut().unwrap();
                 let before = own - tokens; // row of the scalars of the read before
                 let mut beta = Array::<f32>::new(streams);
                 #[unroll]
@@ -640,34 +649,25 @@ fn read_bwd_kernel<E: Float, N: Size>(
                         let gate = gate.unwrap();
                         beta[j] = gate[before * GATES + BETA + j];
                     }
-                    #[unroll]
-                    for c in 0..columns {
-                        let column = c * units + unit;
-                        if column < vectors {
-                            let at = (token * streams + j) * vectors + column;
-                            d_partial[at] = Vector::cast_from(d_open[comptime!(j * columns + c)]);
-                        }
-                    }
                 }
                 if comptime!(d_output.is_some()) {
-                    let d_output = d_output.as_mut().unwrap();
+                    let d_output = d_output.as_mut().unwrap().slice_mut(0, tokens * vectors);
+                    let mut d = Array::<Vector<f32, N>>::new(columns);
                     #[unroll]
                     for c in 0..columns {
-                        let column = c * units + unit;
-                        let mut d = Vector::<f32, N>::new(0.0f32);
+                        d[c] = Vector::new(0.0f32);
                         #[unroll]
                         for j in 0..streams {
-                            d += Vector::new(beta[j]) * d_open[comptime!(j * columns + c)];
-                        }
-                        if column < vectors {
-                            d_output[token * vectors + column] = Vector::cast_from(d);
+                            d[c] += Vector::new(beta[j]) * d_open[comptime!(j * columns + c)];
                         }
                     }
+                    store::<E, N>(&narrowed::<E, N>(&d), d_output, token, vectors, 1usize, comptime!(config.row));
                 }
                 #[comptime]
                 match output {
                     ComptimeOption::Some(output) => {
                         let outputs = load::<E, N>(output, token, vectors, 1usize, comptime!(config.row));
+                        let outputs = widened::<E, N>(&outputs);
                         let mut d_beta = Array::<f32>::new(streams);
                         #[unroll]
                         for j in 0..streams {
@@ -688,6 +688,15 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     }
                     ComptimeOption::None => {}
                 }
+                let d_partial = d_partial.as_mut().unwrap().slice_mut(0, tokens * streams * vectors);
+                store::<E, N>(
+                    &narrowed::<E, N>(&d_open),
+                    d_partial,
+                    token * streams,
+                    vectors,
+                    streams,
+                    comptime!(config.row),
+                );
             }
             ComptimeOption::None => {}
         }
@@ -696,7 +705,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
     if comptime!(row_sum.is_some()) {
         let row_sum = row_sum.as_mut().unwrap();
         let lanes = N::value();
-        let scalars = comptime!(if trained { SCALARS / lanes } else { 0 });
+        let scalars = comptime!(scalars / lanes);
         let start = row * (all_rows * vectors + scalars);
         #[unroll]
         for k in 0..all_rows {

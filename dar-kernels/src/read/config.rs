@@ -1,14 +1,17 @@
 use cubecl::prelude::*;
 
-use crate::launch::{Row, Tuning};
+use crate::launch::{Held, Row, Tuning};
 use crate::{Dims, Routing};
 
 /// f32 registers of a unit for the merged state, with as many again in flight for each of the two inputs.
 const MOST_REGISTERS: usize = 32;
 
-/// f32 registers of a unit for the gradients of parameters, which stay over all of its tokens: six a stream (rows of
-/// five gates and a query), column and lane. Past them the state of a token spills.
-const MOST_GRADIENT_REGISTERS: usize = 96;
+/// f32 registers of a unit for the gradients of parameters, which stay over all of its tokens, and for the states of a
+/// token: one column of 8 lanes where everything is trained.
+const MOST_BACKWARD_REGISTERS: usize = 168;
+
+/// States of a token that the backward keeps between two sums: retrieved, merged, open, and a gradient.
+const STATES: usize = 4;
 
 /// Everything that changes the code of a kernel beside the operands that are there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,29 +29,35 @@ pub(crate) struct ReadConfig {
     pub(crate) row: Row,
 }
 
+/// `loads`: operands with a state's columns.
 pub(crate) fn choose(
     client: &Client,
     dims: Dims,
     dtype: ElemType,
+    loads: usize,
     routing: Routing,
     normed: bool,
     tuning: Tuning,
 ) -> ReadConfig {
     let Dims { streams, d_model, .. } = dims;
-    let row = Row::held(client, dtype, d_model, tuning, streams, MOST_REGISTERS);
+    let held = Held { loads, arrays: streams, registers: MOST_REGISTERS };
+    let row = Row::choose(client, dtype, d_model, held, tuning);
     ReadConfig { streams, routing, normed, written: false, trained: false, gain_trained: false, row }
 }
 
+/// `rows`: of gradients of parameters.
 pub(crate) fn choose_backward(
     client: &Client,
     dims: Dims,
     dtype: ElemType,
-    [written, trained, normed, gain_trained]: [bool; 4],
+    rows: usize,
+    [opened, written, trained, normed, gain_trained]: [bool; 5],
     routing: Routing,
     tuning: Tuning,
 ) -> ReadConfig {
     let Dims { streams, d_model, .. } = dims;
-    let arrays = 6 * streams + usize::from(gain_trained);
-    let row = Row::held(client, dtype, d_model, tuning, arrays, MOST_GRADIENT_REGISTERS);
+    let loads = 1 + if opened { 2 * streams } else { streams };
+    let held = Held { loads, arrays: rows + STATES * streams, registers: MOST_BACKWARD_REGISTERS };
+    let row = Row::choose(client, dtype, d_model, held, tuning);
     ReadConfig { streams, routing, normed, written, trained, gain_trained, row }
 }

@@ -1,6 +1,7 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose};
+use crate::columns::{load, narrowed, store, widened};
 use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum, sigmoid};
 use crate::operand::{Check, F32, Operand};
@@ -85,7 +86,8 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         return Ok(());
     }
 
-    let config = choose(client, dims, state.dtype, routing, norm.is_some(), tuning);
+    let opened = open.map_or(0, |open| 1 + open.before.map_or(0, |_| dims.streams));
+    let config = choose(client, dims, state.dtype, dims.streams + opened, routing, norm.is_some(), tuning);
     let lanes = config.row.lanes;
     let (site, gain) = gates_and_gain(site, gate);
     read_fwd_kernel::launch(
@@ -108,7 +110,7 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
         read,
         tokens,
         d_model / lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         eps as f32,
         norm.unwrap_or_default() as f32,
         config,
@@ -229,7 +231,7 @@ fn read_fwd_kernel<E: Float, N: Size>(
     read: usize,
     tokens: usize,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     norm_eps: f32,
     #[comptime] config: ReadConfig,
@@ -241,20 +243,19 @@ fn read_fwd_kernel<E: Float, N: Size>(
     }
     let streams = comptime!(config.streams);
     let columns = comptime!(config.row.columns);
-    let units = comptime!(config.row.units);
     let unit = UNIT_POS_X as usize;
     let gated = comptime!(gate.is_some());
     let sited = comptime!(site.is_some());
     let mut sums = CubeSum::new(comptime!(2 * streams + 1), comptime!(config.row));
 
-    let mut merged = load::<E, N>(state, (slot * tokens + token) * streams, vectors, streams, comptime!(config.row));
+    let retrieved = load::<E, N>(state, (slot * tokens + token) * streams, vectors, streams, comptime!(config.row));
+    let mut merged = widened::<E, N>(&retrieved);
     let mut rho = f32::new(1.0);
     #[comptime]
     match output {
         ComptimeOption::Some(output) => {
             // (17), and what is stored goes on.
-            let partial = partial.as_mut().unwrap();
-            let mut open = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+            let partial = partial.as_mut().unwrap().slice_mut(0, tokens * streams * vectors);
             let mut gates = Array::<f32>::new(3usize);
             if comptime!(gated) {
                 // As `write_gates`, which takes what cannot be written.
@@ -265,31 +266,19 @@ fn read_fwd_kernel<E: Float, N: Size>(
                     gates[k] = gate[row + BETA + k];
                 }
             }
-            #[unroll]
-            for c in 0..columns {
-                let column = c * units + unit;
-                #[unroll]
-                for j in 0..streams {
-                    open[comptime!(j * columns + c)] = Vector::new(0.0f32);
-                }
-                if column < vectors {
-                    let written = written::<E, N>(&before, output, &gates, token, column, vectors, gated);
-                    #[unroll]
-                    for j in 0..streams {
-                        let stored = Vector::<E, N>::cast_from(written[j]);
-                        partial[(token * streams + j) * vectors + column] = stored;
-                        open[comptime!(j * columns + c)] = Vector::cast_from(stored);
-                    }
-                }
-            }
+            let row = comptime!(config.row);
+            let written = written::<E, N>(before, output, &gates, token, vectors, gated, row);
+            let stored = narrowed::<E, N>(&written);
+            store::<E, N>(&stored, partial, token * streams, vectors, streams, row);
 
+            let open = widened::<E, N>(&stored);
             let logits = query.unwrap();
             let mut about = partial_sums::<N>(&open, logits, &site, read, vectors, comptime!(sited as usize), config);
             sums.sum(&mut about);
             #[comptime]
             match site {
                 ComptimeOption::Some(site) => {
-                    let norm = inverse_rms(about[0] + about[1], 2.0f32 * d_model, eps);
+                    let norm = inverse_rms(about[0] + about[1], 0.5f32 * inv_d_model, eps);
                     let scale = site_scalar::<N>(site, vectors, comptime!(GATES + 2));
                     rho = sigmoid(scale * norm * about[4] + site_scalar::<N>(site, vectors, RHO)); // (16)
                 }
@@ -297,7 +286,7 @@ fn read_fwd_kernel<E: Float, N: Size>(
             }
             let lse = lse.unwrap();
             let row = (read * tokens + token) * streams;
-            merge::<N>(&mut merged, &open, &about, lse, row, d_model, eps, config);
+            merge::<N>(&mut merged, &open, &about, lse, row, inv_d_model, eps, config);
         }
         ComptimeOption::None => {}
     }
@@ -309,12 +298,12 @@ fn read_fwd_kernel<E: Float, N: Size>(
     #[comptime]
     match site {
         ComptimeOption::Some(site) => {
-            let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, d_model, eps, comptime!(config.row));
+            let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, inv_d_model, eps, comptime!(config.row));
             inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
             if comptime!(config.normed) {
                 let start = site_gain::<N>(vectors);
                 let row = comptime!(config.row);
-                inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, d_model, norm_eps, row);
+                inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, inv_d_model, norm_eps, row);
             }
             if unit == 0 {
                 let gate = gate.as_mut().unwrap();
@@ -332,17 +321,11 @@ fn read_fwd_kernel<E: Float, N: Size>(
     match gain {
         ComptimeOption::Some(gain) => {
             let row = comptime!(config.row);
-            inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, d_model, norm_eps, row);
+            inputs = normalised::<N>(&inputs, gain, 0usize, &mut sums, vectors, inv_d_model, norm_eps, row);
         }
         ComptimeOption::None => {}
     }
-    #[unroll]
-    for c in 0..columns {
-        let column = c * units + unit;
-        if column < vectors {
-            input[token * vectors + column] = Vector::cast_from(inputs[c]);
-        }
-    }
+    store::<E, N>(&narrowed::<E, N>(&inputs), input, token, vectors, 1usize, comptime!(config.row));
 }
 
 /// alpha0, alpha1, beta0, beta1 of a merged state (13, 14). `sums` has room for five.
@@ -352,7 +335,7 @@ pub(crate) fn mixing_gates<N: Size>(
     site: &[Vector<f32, N>],
     sums: &mut CubeSum,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     #[comptime] config: Row,
 ) -> Array<f32> {
@@ -382,7 +365,7 @@ pub(crate) fn mixing_gates<N: Size>(
     sum[4] = lane_sum(squares);
     sums.sum(&mut sum);
 
-    let norm = inverse_rms(sum[4], 2.0f32 * d_model, eps);
+    let norm = inverse_rms(sum[4], 0.5f32 * inv_d_model, eps);
     let scale_alpha = site_scalar::<N>(site, vectors, GATES);
     let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
     let mut gates = Array::<f32>::new(4usize);
@@ -421,7 +404,7 @@ pub(crate) fn normalised<N: Size>(
     start: usize,
     sums: &mut CubeSum,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     #[comptime] config: Row,
 ) -> Array<Vector<f32, N>> {
@@ -440,7 +423,7 @@ pub(crate) fn normalised<N: Size>(
     let mut sum = Array::<f32>::new(1usize);
     sum[0] = lane_sum(squares);
     sums.sum(&mut sum);
-    let norm = inverse_rms(sum[0], d_model, eps);
+    let norm = inverse_rms(sum[0], inv_d_model, eps);
     #[unroll]
     for c in 0..columns {
         normalised[c] *= Vector::new(norm) * input[c];
@@ -467,32 +450,6 @@ pub(crate) fn sum_of_streams<N: Size>(
         total[c] = sum;
     }
     total
-}
-
-/// The columns of this unit of `streams` rows from `row` on, zero past the end: `[streams, columns]`.
-#[cube]
-pub(super) fn load<E: Float, N: Size>(
-    from: &[Vector<E, N>],
-    row: usize,
-    vectors: usize,
-    #[comptime] streams: usize,
-    #[comptime] config: Row,
-) -> Array<Vector<f32, N>> {
-    let columns = comptime!(config.columns);
-    let mut loaded = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
-    #[unroll]
-    for j in 0..streams {
-        #[unroll]
-        for c in 0..columns {
-            let column = c * comptime!(config.units) + UNIT_POS_X as usize;
-            let k = comptime!(j * columns + c);
-            loaded[k] = Vector::new(0.0f32);
-            if column < vectors {
-                loaded[k] = Vector::cast_from(from[(row + j) * vectors + column]);
-            }
-        }
-    }
-    loaded
 }
 
 /// What the sums over the cube give about the partial state: squares of all streams, `<q, P^key>` of all streams, then
@@ -560,7 +517,7 @@ pub(super) fn merge<N: Size>(
     about: &Array<f32>,
     lse: &[f32],
     row: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     #[comptime] config: ReadConfig,
 ) -> Array<f32> {
@@ -572,7 +529,7 @@ pub(super) fn merge<N: Size>(
     for j in 0..streams {
         let key = comptime!(config.routing.key_stream(j));
         let from = comptime!(config.routing.value_stream(j));
-        let logit = about[comptime!(streams + j)] * inverse_rms(about[key], d_model, eps); // (A.8)
+        let logit = about[comptime!(streams + j)] * inverse_rms(about[key], inv_d_model, eps); // (A.8)
         softmax.resume(j, lse[row + j]);
         let kept = softmax.raise(j, logit);
         let added = softmax.push(j, logit);

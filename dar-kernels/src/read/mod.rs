@@ -46,7 +46,9 @@
 //!
 //! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no
 //! normalised copy. Bytes moved, in units of `tokens × d_model` with two streams: five are read and three written
-//! (first branch: two and one); backward eight and five (three and two).
+//! (first branch: two and one); backward eight and five (three and two). The backward reads the retrieved state and the
+//! gradient of the open one twice: registers for them over all of a token's sums would spill, and a cube's own row is
+//! still in the cache.
 
 mod bwd;
 mod config;

@@ -1,6 +1,7 @@
 use cubecl::prelude::*;
 
-use super::fwd::inputs;
+use super::fwd::{choose, inputs};
+use crate::columns::{load, narrowed, store, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
@@ -49,7 +50,7 @@ pub fn write_bwd(client: &Client, operands: WriteBwd, tuning: Tuning) -> Result<
         return Ok(());
     }
 
-    let row = Row::walked(client, output.dtype, d_model, tuning);
+    let row = choose(client, output, 3, 2, tuning);
     write_bwd_kernel::launch(
         client,
         cubes(client, tokens, 1),
@@ -95,19 +96,24 @@ fn write_bwd_kernel<E: Float, N: Size>(
     let mut sums = CubeSum::new(2usize, config);
     let mut d_beta0 = Vector::<f32, N>::new(0.0f32);
     let mut d_beta1 = Vector::<f32, N>::new(0.0f32);
-    for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
-        let d0 = Vector::<f32, N>::cast_from(d_state[2 * token * vectors + column]);
-        let d1 = Vector::<f32, N>::cast_from(d_state[(2 * token + 1) * vectors + column]);
-        let y = Vector::<f32, N>::cast_from(output[token * vectors + column]);
-        // dy = sum over j of beta^j dP^j;  d_beta^j = <dP^j, y>
-        d_output[token * vectors + column] = Vector::cast_from(beta0 * d0 + beta1 * d1);
-        d_beta0 += d0 * y;
-        d_beta1 += d1 * y;
+    let columns = comptime!(config.columns);
+    let d = load::<E, N>(d_state, 2 * token, vectors, 2usize, config);
+    let y = load::<E, N>(output, token, vectors, 1usize, config);
+    let (d, y) = (widened::<E, N>(&d), widened::<E, N>(&y));
+    // dy = sum over j of beta^j dP^j;  d_beta^j = <dP^j, y>
+    let mut d_y = Array::<Vector<f32, N>>::new(columns);
+    #[unroll]
+    for c in 0..columns {
+        let (d0, d1) = (d[c], d[comptime!(columns + c)]);
+        d_y[c] = beta0 * d0 + beta1 * d1;
+        d_beta0 += d0 * y[c];
+        d_beta1 += d1 * y[c];
     }
     let mut sum = Array::<f32>::new(2usize);
     sum[0] = lane_sum(d_beta0);
     sum[1] = lane_sum(d_beta1);
     sums.sum(&mut sum);
+    store::<E, N>(&narrowed::<E, N>(&d_y), d_output, token, vectors, 1usize, config);
     if UNIT_POS_X == 0 {
         d_token[row * TOKEN] = sum[0];
         d_token[row * TOKEN + 1] = sum[1];

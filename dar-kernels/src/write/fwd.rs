@@ -1,15 +1,13 @@
 use cubecl::prelude::*;
 
-use crate::launch::{Row, Tuning, cube_index, cubes, element_index, elements, lanes};
+use crate::columns::{load, narrowed, store, widened};
+use crate::launch::{Held, Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
 use crate::operand::{Check, F32, Operand};
 use crate::pack::{Key, KeyConfig};
 use crate::reduce::CubeSum;
 use crate::site::{BETA, GATES};
 use crate::{Dims, KernelError};
-
-/// Units of a cube: enough warps to hide memory, few enough that small inputs spread over the device.
-const UNITS: usize = 256;
 
 /// The operands of [`write_fwd`]. There are two streams with gates and one without.
 #[derive(Debug, Clone, Copy)]
@@ -36,29 +34,28 @@ pub fn write_fwd(client: &Client, operands: WriteFwd) -> Result<(), KernelError>
 
     let mut check = Check::of("write_fwd");
     let dims = inputs(client, &mut check, before, output, gate, read)?;
-    let Dims { tokens, d_model, .. } = dims;
+    let Dims { tokens, streams, d_model } = dims;
     check.fits("state", &state, output.dtype, "[tokens, streams, d_model]", &dims.state())?;
     let address = check.address(client)?;
     if tokens == 0 {
         return Ok(());
     }
 
-    let lanes = lanes(client, output.dtype, d_model);
-    let vectors = d_model / lanes;
-    let (count, dim) = elements(client, tokens * vectors, UNITS);
+    let row = choose(client, output, 1 + before.map_or(0, |_| streams), streams, Tuning::default());
     write_fwd_kernel::launch(
         client,
-        count,
-        dim,
+        cubes(client, tokens, 1),
+        row.cube_dim(),
         address,
-        lanes,
-        before.map(|before| before.argument(lanes)).into(),
-        output.argument(lanes),
+        row.lanes,
+        before.map(|before| before.argument(row.lanes)).into(),
+        output.argument(row.lanes),
         gate.map(|gate| gate.argument(1)).into(),
-        state.argument(lanes),
+        state.argument(row.lanes),
         read,
         tokens,
-        vectors,
+        d_model / row.lanes,
+        row,
         output.dtype,
     );
     Ok(())
@@ -115,7 +112,7 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
         return Ok(());
     }
 
-    let row = Row::walked(client, output.dtype, d_model, tuning);
+    let row = choose(client, output, 1 + before.map_or(0, |_| streams), streams, tuning);
     close_fwd_kernel::launch(
         client,
         cubes(client, tokens, 1),
@@ -132,13 +129,20 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
         entry,
         tokens,
         d_model / row.lanes,
-        d_model as f32,
+        1.0 / d_model as f32,
         eps as f32,
         keys,
         row,
         output.dtype,
     );
     Ok(())
+}
+
+/// How the units of a cube share a row of `loads` operands, of which a state of `streams` is kept: four columns of 8
+/// lanes of two streams at most.
+pub(super) fn choose(client: &Client, output: Operand, loads: usize, streams: usize, tuning: Tuning) -> Row {
+    let held = Held { loads, arrays: streams, registers: 64 };
+    Row::choose(client, output.dtype, output.shape[1], held, tuning)
 }
 
 /// Checks what all writes read; the sizes of the states.
@@ -179,14 +183,13 @@ fn write_fwd_kernel<E: Float, N: Size>(
     read: usize,
     tokens: usize,
     vectors: usize,
+    #[comptime] config: Row,
     #[define(E)] _dtype: ElemType,
 ) {
-    let position = element_index();
-    if position >= tokens * vectors {
+    let token = cube_index();
+    if token >= tokens {
         terminate!();
     }
-    let token = position / vectors;
-    let column = position % vectors;
     let gated = comptime!(gate.is_some());
     let streams = comptime!(if gated { 2usize } else { 1 });
     let mut gates = Array::<f32>::new(3usize);
@@ -195,11 +198,8 @@ fn write_fwd_kernel<E: Float, N: Size>(
         ComptimeOption::Some(gate) => gates = write_gates(gate, read * tokens + token),
         ComptimeOption::None => {}
     }
-    let written = written::<E, N>(&before, output, &gates, token, column, vectors, gated);
-    #[unroll]
-    for j in 0..streams {
-        state[(token * streams + j) * vectors + column] = Vector::cast_from(written[j]);
-    }
+    let written = written::<E, N>(before, output, &gates, token, vectors, gated, config);
+    store::<E, N>(&narrowed::<E, N>(&written), state, token * streams, vectors, streams, config);
 }
 
 #[cube(launch, address_type = "dynamic")]
@@ -215,7 +215,7 @@ fn close_fwd_kernel<E: Float, N: Size>(
     entry: usize,
     tokens: usize,
     vectors: usize,
-    d_model: f32,
+    inv_d_model: f32,
     eps: f32,
     #[comptime] keys: KeyConfig,
     #[comptime] config: Row,
@@ -240,13 +240,15 @@ fn close_fwd_kernel<E: Float, N: Size>(
     for j in 0..streams {
         squares[j] = Vector::new(0.0f32);
     }
-    for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
-        let written = written::<E, N>(&before, output, &gates, token, column, vectors, gated);
+    let columns = comptime!(config.columns);
+    let written = written::<E, N>(before, output, &gates, token, vectors, gated, config);
+    let stored = narrowed::<E, N>(&written);
+    let rounded = widened::<E, N>(&stored); // the key is the norm of what is stored
+    #[unroll]
+    for j in 0..streams {
         #[unroll]
-        for j in 0..streams {
-            let stored = Vector::<E, N>::cast_from(written[j]);
-            value[(row + j) * vectors + column] = stored;
-            let own = Vector::<f32, N>::cast_from(stored); // the key is the norm of what is stored
+        for c in 0..columns {
+            let own = rounded[comptime!(j * columns + c)];
             squares[j] += own * own;
         }
     }
@@ -256,25 +258,27 @@ fn close_fwd_kernel<E: Float, N: Size>(
         sum[j] = lane_sum(squares[j]);
     }
     sums.sum(&mut sum);
+    store::<E, N>(&stored, value, row, vectors, streams, config);
     if UNIT_POS_X == 0 {
         #[unroll]
         for j in 0..streams {
-            inv_rms[row + j] = inverse_rms(sum[j], d_model, eps);
+            inv_rms[row + j] = inverse_rms(sum[j], inv_d_model, eps);
         }
     }
     if comptime!(key.is_some()) {
-        let key = key.as_mut().unwrap();
         let outputs = comptime!(keys.outputs);
+        let key = key.as_mut().unwrap().slice_mut(0, (entry + 1) * tokens * outputs * vectors);
         #[unroll]
         for j in 0..outputs {
             let from = comptime!(keys.routing.key_stream(j));
-            let norm = inverse_rms(sum[from], d_model, eps);
-            // A unit reads what it wrote itself.
-            for column in range_stepped(UNIT_POS_X as usize, vectors, comptime!(config.units)) {
-                let x = Vector::<f32, N>::cast_from(value[(row + from) * vectors + column]);
-                key[((entry * tokens + token) * outputs + j) * vectors + column] =
-                    Vector::cast_from(Vector::new(norm) * x);
+            let norm = inverse_rms(sum[from], inv_d_model, eps);
+            let mut normed = Array::<Vector<f32, N>>::new(columns);
+            #[unroll]
+            for c in 0..columns {
+                normed[c] = Vector::new(norm) * rounded[comptime!(from * columns + c)];
             }
+            let row = (entry * tokens + token) * outputs + j;
+            store::<E, N>(&narrowed::<E, N>(&normed), key, row, vectors, 1usize, config);
         }
     }
 }
@@ -290,42 +294,60 @@ fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
     gates
 }
 
-/// A column of all streams of the state after a branch (17). `gates`: [`write_gates`], not read without gates.
+/// The columns of all streams of the state after a branch (17), zero past the end: `[streams, columns]`. `gates`:
+/// [`write_gates`], not read without gates.
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "everything of one token")]
 pub(crate) fn written<E: Float, N: Size>(
-    before: &ComptimeOption<&[Vector<E, N>]>,
+    before: ComptimeOption<&[Vector<E, N>]>,
     output: &[Vector<E, N>],
     gates: &Array<f32>,
     token: usize,
-    column: usize,
     vectors: usize,
     #[comptime] gated: bool,
+    #[comptime] config: Row,
 ) -> Array<Vector<f32, N>> {
     let streams = comptime!(if gated { 2usize } else { 1 });
-    let y = Vector::<f32, N>::cast_from(output[token * vectors + column]);
-    let mut written = Array::<Vector<f32, N>>::new(streams);
+    let columns = comptime!(config.columns);
+    let mut written = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
     #[unroll]
-    for j in 0..streams {
-        written[j] = y;
-        if comptime!(gated) {
-            written[j] = Vector::new(gates[j]) * y;
-        }
+    for k in 0..comptime!(streams * columns) {
+        written[k] = Vector::new(0.0f32);
     }
+    let y = load::<E, N>(output, token, vectors, 1usize, config);
     #[comptime]
     match before {
         ComptimeOption::Some(before) => {
-            let first = Vector::<f32, N>::cast_from(before[token * streams * vectors + column]);
-            if comptime!(gated) {
-                let second = Vector::<f32, N>::cast_from(before[(token * streams + 1) * vectors + column]);
-                let keep = Vector::<f32, N>::new(gates[2]);
-                let exchange = Vector::<f32, N>::new(1.0f32 - gates[2]);
-                written[0] = keep * first + exchange * second + written[0];
-                written[1] = keep * second + exchange * first + written[1];
-            } else {
-                written[0] += first;
+            let before = load::<E, N>(before, token * streams, vectors, streams, config);
+            let before = widened::<E, N>(&before);
+            #[unroll]
+            for j in 0..streams {
+                #[unroll]
+                for c in 0..columns {
+                    let k = comptime!(j * columns + c);
+                    if comptime!(gated) {
+                        let other = comptime!((1 - j) * columns + c);
+                        written[k] = Vector::new(gates[2]) * before[k] + Vector::new(1.0f32 - gates[2]) * before[other];
+                    } else {
+                        written[k] = before[k];
+                    }
+                }
             }
         }
         ComptimeOption::None => {}
+    }
+    let y = widened::<E, N>(&y);
+    #[unroll]
+    for j in 0..streams {
+        #[unroll]
+        for c in 0..columns {
+            let k = comptime!(j * columns + c);
+            if comptime!(gated) {
+                written[k] += Vector::new(gates[j]) * y[c];
+            } else {
+                written[k] += y[c];
+            }
+        }
     }
     written
 }
