@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use crate::support::cli::{Failure, failed, failed_to};
@@ -25,7 +25,8 @@ pub fn asked() -> Option<u64> {
 
 /// What another process of this program measures, asked for the same.
 pub fn measure(most_bytes: u64) -> Result<KernelsPart, Failure> {
-    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("unfused.json");
+    let folder = tempfile::tempdir().map_err(failed("cannot make a temporary folder"))?;
+    let file = folder.path().join("unfused.json");
     let program = env::current_exe().map_err(failed("cannot find this program"))?;
     let mut command = Command::new(program);
     command.args(env::args_os().skip(1)).env(SEARCHES, "0");

@@ -1,7 +1,7 @@
 //! Where a benchmark runs: the device, and what its numbers are labelled with.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use dar_burn::device::{DeviceChoice, OpenDevice, open};
@@ -67,11 +67,12 @@ pub fn quick_by_environment() -> bool {
     env::var(QUICK).is_ok_and(|value| !matches!(value.trim(), "" | "0"))
 }
 
-/// The folder of the report.
+/// The folder of the report, in the target folder; where the program was only copied to, in `target` of the current one.
 pub fn report_folder() -> PathBuf {
-    // Cargo's folder for the files of tests and benchmarks, which is in the target folder.
-    let scratch = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    scratch.parent().map_or(scratch.clone(), PathBuf::from).join("bench-report")
+    // Cargo's folder for the files of tests and benchmarks.
+    let scratch = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let target = scratch.parent().filter(|target| target.is_dir()).unwrap_or(Path::new("target"));
+    target.join("bench-report")
 }
 
 /// A bar for `length` things, on the screen if there is one.
@@ -88,9 +89,11 @@ fn host() -> String {
     format!("{model}, {threads} threads")
 }
 
+/// Of the checkout that cargo runs the benchmark in, or that `CARGO_MANIFEST_DIR` names.
 fn commit() -> String {
+    let checkout = env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
     let git = |arguments: &[&str]| {
-        let output = Command::new("git").args(["-C", env!("CARGO_MANIFEST_DIR")]).args(arguments).output().ok()?;
+        let output = Command::new("git").arg("-C").arg(&checkout).args(arguments).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let Some(commit) = git(&["rev-parse", "--short", "HEAD"]) else { return "unknown".into() };

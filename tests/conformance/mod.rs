@@ -8,6 +8,7 @@ use dar_burn::ops::Implementation;
 
 use crate::support::devices::device;
 use crate::support::golden::{Case, Tester, case_files};
+use crate::support::golden_folder;
 
 macro_rules! golden_cases {
     ($($device:ident: $choice:ident;)*) => {$(
@@ -51,8 +52,7 @@ fn golden_cases_pass(choice: DeviceChoice, dtype: DType) {
         return;
     };
     let reference = open(DeviceChoice::Flex).ok().map(|flex| flex.device);
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let mut files = case_files(&folder).unwrap();
+    let mut files = case_files(&golden_folder()).unwrap();
     if opened.software {
         // Shaders compile slowly in software: one size of every operation and scheme. The example runs them all.
         files.retain(|file| {
@@ -91,7 +91,7 @@ fn a_wrong_gradient_a_lost_tensor_and_an_unknown_operation_fail() {
         return;
     };
     let tester = Tester::new(opened.device.clone(), DType::F32, Implementation::Fused, None);
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/merge_r3s4n7d24_cross_key.safetensors");
+    let file = golden_folder().join("merge_r3s4n7d24_cross_key.safetensors");
     let read = || Case::read(&file).unwrap();
     let report = tester.check(&read()).unwrap();
     assert!(report.failure.is_none(), "{report:?}");

@@ -16,6 +16,7 @@ use dar_kernels::{Operand, Reduction, Tuning};
 use crate::cuda;
 use crate::support::devices::{Request, devices, flex, request, say, write_line};
 use crate::support::golden::{Case, case_files};
+use crate::support::golden_folder;
 use crate::support::host::relative_error;
 
 pub const EPS: f64 = 1e-6;
@@ -243,7 +244,7 @@ pub fn routing(case: &Case) -> Routing {
 
 /// The golden cases whose names start with `prefix`.
 pub fn golden_cases(prefix: &str) -> Vec<Case> {
-    let files = case_files(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")).unwrap();
+    let files = case_files(&golden_folder()).unwrap();
     let named = |file: &Path| file.file_name().unwrap().to_string_lossy().starts_with(prefix);
     let cases: Vec<Case> = files.iter().filter(|file| named(file)).map(|file| Case::read(file).unwrap()).collect();
     assert!(!cases.is_empty());
