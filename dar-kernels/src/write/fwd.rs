@@ -297,7 +297,6 @@ fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
 /// The columns of all streams of the state after a branch (17), zero past the end: `[streams, columns]`. `gates`:
 /// [`write_gates`], not read without gates.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "everything of one token")]
 pub(crate) fn written<E: Float, N: Size>(
     before: ComptimeOption<&[Vector<E, N>]>,
     output: &[Vector<E, N>],
