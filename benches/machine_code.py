@@ -4,10 +4,10 @@
     cargo run --release --example cuda_source -- --out sources
     python3 benches/machine_code.py sources/cuda
 
-Every source is compiled by NVRTC and ptxas for each architecture, and its machine code is read: registers, spills, the
-widths of loads and stores, and how many loads go out before the first one is waited for. Prints a row a kernel, with
-the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile, and with `--check`
-also if one spills or uses local memory.
+CUDA C++ is compiled by NVRTC and ptxas for each architecture, PTX by ptxas for its own, and the machine code is read:
+registers, spills, the widths of loads and stores, and how many loads go out before the first one is waited for. Prints a
+row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
+and with `--check` also if one spills or uses local memory.
 
 The compilers are NVIDIA's, from wheels, and stay in a cache folder.
 """
@@ -92,7 +92,7 @@ def parse(listing):
 
 
 def in_flight(instructions):
-    """The most loads that go out in a row before a register of one of them is used."""
+    """The most loads that go out in a row before a register of one of them is used; one of 256 bits counts as two."""
     most, waiting, count = 0, set(), 0
     for instruction in instructions:
         if instruction is None:
@@ -107,18 +107,24 @@ def in_flight(instructions):
                 waiting, count = set(), 0
             first = int(target[1])
             waiting |= set(range(first, first + max(1, width(operation) // 32)))
-            count += 1
+            count += max(1, width(operation) // 128)
             most = max(most, count)
         elif used & waiting:
             waiting, count = set(), 0
     return most
 
 
+def takes(path, architecture):
+    """Whether a source is for an architecture: PTX names its own."""
+    return path.suffix != ".ptx" or f".target {architecture}\n" in path.read_text()
+
+
 def report(path, architecture, folder):
     """The row of one source on one architecture, or what a compiler says."""
     row = {"file": path.name, "architecture": architecture}
     try:
-        ptx = Nvrtc(folder).ptx(path.read_text(), architecture)
+        text = path.read_text()
+        ptx = text if path.suffix == ".ptx" else Nvrtc(folder).ptx(text, architecture)
         with tempfile.TemporaryDirectory() as work:
             (source, binary) = (f"{work}/kernel.ptx", f"{work}/kernel.cubin")
             pathlib.Path(source).write_text(ptx)
@@ -163,15 +169,17 @@ def table(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="+", type=pathlib.Path, help="CUDA sources, or folders of them")
+    parser.add_argument("sources", nargs="+", type=pathlib.Path, help="CUDA C++ and PTX, or folders of them")
     parser.add_argument("--architecture", action="append", help=f"of {', '.join(ARCHITECTURES)} (all)")
     parser.add_argument("--csv", type=pathlib.Path, help="writes a row a variant and architecture")
     parser.add_argument("--check", action="store_true", help="fails where a kernel spills or uses local memory")
     arguments = parser.parse_args()
 
-    files = [file for path in arguments.sources for file in (sorted(path.glob("*.cu")) if path.is_dir() else [path])]
+    inside = lambda path: sorted(file for file in path.iterdir() if file.suffix in (".cu", ".ptx"))
+    files = [file for path in arguments.sources for file in (inside(path) if path.is_dir() else [path])]
     folder = root()
-    jobs = [(file, architecture, folder) for architecture in arguments.architecture or ARCHITECTURES for file in files]
+    wanted = arguments.architecture or ARCHITECTURES
+    jobs = [(file, architecture, folder) for architecture in wanted for file in files if takes(file, architecture)]
     rows = []
     with concurrent.futures.ProcessPoolExecutor() as pool:
         for done in concurrent.futures.as_completed([pool.submit(report, *job) for job in jobs]):

@@ -1,8 +1,8 @@
 //! Sums over all units of a cube, several at a time.
 //!
 //! ```text
-//! plane path:   butterfly inside each plane (every lane ends with the plane's sum);
-//!               one row of partials per plane in shared memory; sync; one unit adds a row; sync; all read
+//! plane path:   exchanges inside each plane (a lane ends with one of the sums of its plane, or a few);
+//!               one partial a sum and plane in shared memory; sync; one unit adds a row; sync; all read
 //! shared path:  every unit stores its values; sync; units fold each row to FOLD partials; sync;
 //!               one unit adds the partials of a row; sync; all read
 //! ```
@@ -111,20 +111,21 @@ impl CubeSum {
         let units = comptime!(self.units);
         match comptime!(self.reduction) {
             Reduction::Planes(size) => {
-                plane_sums(values, count, size);
                 let planes = comptime!(units / size as usize);
-                if comptime!(planes > 1) {
-                    let plane = UNIT_POS_X / size;
-                    if UNIT_POS_X.is_multiple_of(size) {
-                        #[unroll]
-                        for k in 0..count {
-                            self.partial[k * planes + plane as usize] = values[k];
-                        }
+                let plane = (UNIT_POS_X / size) as usize;
+                let lane = (UNIT_POS_X % size) as usize;
+                let (spread, own) = comptime!(shares(count, size as usize));
+                plane_sums(values, lane, count, size);
+                #[unroll]
+                for i in 0..own {
+                    let k = lane * own + i;
+                    if lane < spread && k < count {
+                        self.partial[k * planes + plane] = values[i];
                     }
-                    sync_cube();
-                    self.total_of_rows(count, planes, planes);
-                    self.read(values);
                 }
+                sync_cube();
+                self.total_of_rows(count, planes, planes);
+                self.read(values);
             }
             Reduction::Shared => {
                 let unit = UNIT_POS_X as usize;
@@ -182,14 +183,40 @@ impl CubeSum {
     }
 }
 
-/// Replaces every value by its sum over the plane. The sums go side by side, so that their shuffles overlap.
+/// Over how many lanes the sums of a plane are spread, and how many are of one lane.
+const fn shares(count: usize, size: usize) -> (usize, usize) {
+    let padded = count.next_power_of_two(); // a half of which is less than `count`
+    let spread = if padded < size { padded } else { size };
+    (spread, padded / spread)
+}
+
+/// Sums over the plane, of which lane `l` has the first `own` values: sums `l * own ..` (see [`shares`]), and the lanes
+/// past those over which they are spread have the same once more.
+///
+/// In every step a lane gives one half of its values to a lane that gives it the other half: 31 shuffles for 32 sums,
+/// where a butterfly of each takes 160.
 #[cube]
-fn plane_sums(values: &mut Array<f32>, #[comptime] count: usize, #[comptime] size: u32) {
+fn plane_sums(values: &mut Array<f32>, lane: usize, #[comptime] count: usize, #[comptime] size: u32) {
+    let (spread, own) = comptime!(shares(count, size as usize));
     #[unroll]
-    for step in 0..comptime!(size.ilog2()) {
+    for step in 0..comptime!(spread.ilog2()) {
+        let mask = comptime!(spread >> (step + 1));
+        let half = comptime!(mask * own);
+        let upper = lane & mask != 0;
         #[unroll]
-        for k in 0..count {
-            values[k] += plane_shuffle_xor(values[k], comptime!(1u32 << step));
+        for k in 0..half {
+            let mut other = f32::new(0.0); // past the last sum
+            if comptime!(half + k < count) {
+                other = values[half + k];
+            }
+            let given = select(upper, values[k], other);
+            let kept = select(upper, other, values[k]);
+            values[k] = kept + plane_shuffle_xor(given, comptime!(mask as u32));
         }
+    }
+    // Fewer sums than lanes, of which one is left.
+    #[unroll]
+    for step in 0..comptime!((size as usize / spread).ilog2()) {
+        values[0] += plane_shuffle_xor(values[0], comptime!((spread << step) as u32));
     }
 }

@@ -13,6 +13,8 @@
 
 use cubecl::prelude::*;
 
+use crate::numeric::reciprocal_to_two;
+
 /// The maximum of no logit. Finite, as shading languages may assume that nothing is infinite, and half of the least
 /// f32, so that its distance to any maximum is finite as well.
 pub(crate) const FLOOR: f32 = -1.7e38;
@@ -68,5 +70,10 @@ impl OnlineSoftmax {
     /// The factor that turns what state `k` accumulated into a mean.
     pub(crate) fn normaliser(&self, #[comptime] k: usize) -> f32 {
         1.0f32 / self.partition[k]
+    }
+
+    /// The same where one candidate was merged with a finished softmax: one of the two has the weight 1.
+    pub(crate) fn normaliser_of_two(&self, #[comptime] k: usize) -> f32 {
+        reciprocal_to_two(self.partition[k])
     }
 }

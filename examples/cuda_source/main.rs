@@ -34,12 +34,15 @@ use std::thread;
 use clap::Parser;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
+#[cfg(feature = "cuda")]
+use crate::offline::Architecture;
 use crate::offline::{Language, client};
 use crate::writer::{Writer, Written};
 
 /// Writes the source of every kernel that the sizes of the benchmarks launch, in every element type and launch choice:
-/// CUDA C++ as CubeCL compiles it for an H100, and WGSL for what WebGPU promises, which is validated. No GPU, driver or
-/// toolkit is needed, and no buffer takes memory.
+/// CUDA C++ as CubeCL makes it for an H100, WGSL for what WebGPU promises, which is validated, and with feature `cuda` the
+/// PTX of CubeCL's LLVM, for which `CUDA_PATH` names the folder of `nvvm/libdevice`. No GPU or driver is needed, and no
+/// buffer takes memory.
 ///
 /// A file is named by its kernel, element type, units of a cube, columns of a unit and a hash of the rest. The first
 /// line of a file says the rest.
@@ -48,7 +51,7 @@ use crate::writer::{Writer, Written};
 #[derive(Parser)]
 #[command(name = "cuda_source", verbatim_doc_comment)]
 struct Args {
-    /// Where the folders `cuda` and `wgsl` go.
+    /// Where the folders go: `cuda`, `wgsl`, `ptx-sm_90a` and so on.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// One width and a few of the benchmarks' sizes.
@@ -73,7 +76,16 @@ fn main() -> ExitCode {
 /// How many kernels do not compile.
 fn run(args: &Args) -> Result<usize, String> {
     let bars = MultiProgress::new();
-    let languages = [Language::Cuda, Language::Wgsl];
+    let languages = [
+        Language::Cuda,
+        Language::Wgsl,
+        #[cfg(feature = "cuda")]
+        Language::Ptx(Architecture::Ampere),
+        #[cfg(feature = "cuda")]
+        Language::Ptx(Architecture::Hopper),
+        #[cfg(feature = "cuda")]
+        Language::Ptx(Architecture::Blackwell),
+    ];
     let written: Vec<Result<Written, String>> = thread::scope(|scope| {
         let write = |language: Language, index| {
             let bar = bars.add(ProgressBar::no_length());

@@ -56,8 +56,8 @@ impl Machine for Writer {
 
     fn device(&self) -> DeviceProperties {
         match self.language {
-            Language::Cuda => hopper(),
             Language::Wgsl => webgpu(),
+            _ => hopper(),
         }
     }
 

@@ -533,7 +533,7 @@ pub(super) fn merge<N: Size>(
         softmax.resume(j, lse[row + j]);
         let kept = softmax.raise(j, logit);
         let added = softmax.push(j, logit);
-        let normaliser = softmax.normaliser(j);
+        let normaliser = softmax.normaliser_of_two(j);
         let other = comptime!(streams + j);
         share[j] = kept * normaliser; // (A.9)
         share[other] = added * normaliser;

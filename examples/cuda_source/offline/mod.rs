@@ -14,4 +14,6 @@ mod source;
 
 pub use devices::{hopper, webgpu};
 pub use server::{Arguments, Machine, Memory, client};
+#[cfg(feature = "cuda")]
+pub use source::Architecture;
 pub use source::{Language, Source};

@@ -8,13 +8,29 @@ use cubecl_cpp::target::Cuda;
 use cubecl_server::validation::{validate_cube_dim, validate_units};
 use cubecl_wgpu::{AutoCompiler, WgslCompiler};
 
+/// The driver that takes the PTX: CUDA 12.8, the first with all of [`Architecture`].
+#[cfg(feature = "cuda")]
+const CUDA_DRIVER: i32 = 12_080;
+
 /// What a kernel is compiled to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Language {
-    /// CUDA C++, as CubeCL compiles for compute capability 9.0.
+    /// CUDA C++, which CubeCL's feature `cuda-cpp` hands to NVRTC.
     Cuda,
+    /// What CubeCL hands to the driver otherwise, by LLVM.
+    #[cfg(feature = "cuda")]
+    Ptx(Architecture),
     /// WebGPU's shading language.
     Wgsl,
+}
+
+/// Compute capability: 8.0, 9.0 or 10.0.
+#[cfg(feature = "cuda")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    Ampere = 80,
+    Hopper = 90,
+    Blackwell = 100,
 }
 
 /// A kernel in a language of devices.
@@ -48,6 +64,8 @@ impl Source {
                 let compiled = CppCompiler::<Cuda>::default().compile(definition, &cuda_options())?;
                 Ok((compiled.to_string(), compiled.shared_memory_size))
             }
+            #[cfg(feature = "cuda")]
+            Language::Ptx(architecture) => ptx(definition, architecture),
             Language::Wgsl => {
                 let mut compiler = AutoCompiler::Wgsl(WgslCompiler);
                 Ok((compiler.compile(definition, &WgpuCompilationOptions::default())?.to_string(), 0))
@@ -80,11 +98,42 @@ fn cuda_options() -> CompilationOptions {
     }
 }
 
+/// The PTX of a kernel and its bytes of shared memory.
+#[cfg(feature = "cuda")]
+fn ptx(
+    definition: cubecl::prelude::KernelDefinition,
+    architecture: Architecture,
+) -> Result<(String, usize), cubecl::CompilationError> {
+    use cubecl_core::ir::nvidia::SmArch;
+    use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+    use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+
+    let options = PlironOptions {
+        sm_arch: Some(SmArch::new(architecture as u32, true)),
+        ptx_version: PtxVersion::for_driver(CUDA_DRIVER),
+        grid_constants: true,
+        ..Default::default()
+    };
+    match (PlironCompiler { target: LlvmTarget::Nvptx }).compile(definition, &options)? {
+        PlironArtifact::NvptxCode(module) => {
+            let text = module.ptx.iter().map(|&byte| char::from(byte as u8)).take_while(|&c| c != '\0').collect();
+            Ok((text, module.shared_memory_size))
+        }
+        _ => unreachable!("the target is NVPTX"),
+    }
+}
+
 impl Language {
     /// As folders are named.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
+            #[cfg(feature = "cuda")]
+            Self::Ptx(Architecture::Ampere) => "ptx-sm_80",
+            #[cfg(feature = "cuda")]
+            Self::Ptx(Architecture::Hopper) => "ptx-sm_90a",
+            #[cfg(feature = "cuda")]
+            Self::Ptx(Architecture::Blackwell) => "ptx-sm_100a",
             Self::Wgsl => "wgsl",
         }
     }
@@ -93,6 +142,8 @@ impl Language {
     pub fn extension(self) -> &'static str {
         match self {
             Self::Cuda => "cu",
+            #[cfg(feature = "cuda")]
+            Self::Ptx(_) => "ptx",
             Self::Wgsl => "wgsl",
         }
     }
