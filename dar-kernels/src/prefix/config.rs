@@ -27,6 +27,10 @@ const MOST_ENTRIES: usize = 4;
 /// Logits of a chunk, queries × outputs × entries, which wait in registers beside the accumulators: 48 of them spill.
 const MOST_LOGITS: usize = 32;
 
+/// Accumulators of the forward and logits of a chunk together, unless that is one entry: 96 and 24 spill up to 184 bytes by
+/// CubeCL's LLVM.
+const MOST_ACCUMULATED: usize = 112;
+
 /// What a row costs: loads are in flight by chunks of entries, and by groups of queries in the backward by entry, so
 /// that one column is enough.
 const fn held(arrays: usize) -> Held {
@@ -67,8 +71,11 @@ impl Work {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, routing, .. } = self;
         let (groups, group) = self.groups();
         let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
-        let sums = |chunk| more.max(chunk * group * outputs);
-        let chunk = self.chunk(row, group, |chunk| row.fits(client, sums(chunk)));
+        let heads = group * outputs;
+        let sums = |chunk| more.max(chunk * heads);
+        let accumulated = |chunk| heads * (row.columns * row.lanes + chunk);
+        let chunk =
+            self.chunk(row, group, |chunk| accumulated(chunk) <= MOST_ACCUMULATED && row.fits(client, sums(chunk)));
         let row = row.fit(client, sums(chunk));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
     }
