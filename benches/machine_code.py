@@ -4,6 +4,8 @@
     cargo run --release --example cuda_source -- --out sources
     python3 benches/machine_code.py sources/cuda
 
+or, of the PTX that CubeCL's LLVM makes, with `--features cuda`, sources/ptx-sm_90a.
+
 CUDA C++ is compiled by NVRTC and ptxas for each architecture, PTX by ptxas for its own, and the machine code is read:
 registers, spills, the widths of loads and stores, and how many loads go out before the first one is waited for. Prints a
 row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
@@ -180,6 +182,8 @@ def main():
     folder = root()
     wanted = arguments.architecture or ARCHITECTURES
     jobs = [(file, architecture, folder) for architecture in wanted for file in files if takes(file, architecture)]
+    if not jobs:
+        parser.error(f"nothing to compile for {', '.join(wanted)} in {', '.join(map(str, arguments.sources))}")
     rows = []
     with concurrent.futures.ProcessPoolExecutor() as pool:
         for done in concurrent.futures.as_completed([pool.submit(report, *job) for job in jobs]):
