@@ -6,9 +6,45 @@ use cubecl::prelude::*;
 
 use crate::launch::Row;
 
-/// The columns of `rows` rows from `row` on, as they are stored; zero past the end: `[rows, columns]`.
+/// Whether a column of the unit is one of the row. All but a unit's last are.
+#[cube]
+pub(crate) fn inside(#[comptime] c: usize, vectors: usize, #[comptime] config: Row) -> bool {
+    comptime!(c + 1 < config.columns) || c * comptime!(config.units) + (UNIT_POS_X as usize) < vectors
+}
+
+/// A column of the unit, or the last of the row, to load without asking.
+#[cube]
+pub(crate) fn clamped(#[comptime] c: usize, vectors: usize, #[comptime] config: Row) -> usize {
+    let column = c * comptime!(config.units) + UNIT_POS_X as usize;
+    if comptime!(c + 1 < config.columns) { column } else { min(column, vectors - 1) }
+}
+
+/// The columns of `rows` rows from `row` on, as they are stored: `[rows, columns]`. What is not [`inside`] holds the last
+/// column of the row; it must not be summed, and is not stored.
 #[cube]
 pub(crate) fn load<E: Float, N: Size>(
+    from: &[Vector<E, N>],
+    row: usize,
+    vectors: usize,
+    #[comptime] rows: usize,
+    #[comptime] config: Row,
+) -> Array<Vector<E, N>> {
+    let columns = comptime!(config.columns);
+    let mut loaded = Array::<Vector<E, N>>::new(comptime!(rows * columns));
+    #[unroll]
+    for j in 0..rows {
+        #[unroll]
+        for c in 0..columns {
+            loaded[comptime!(j * columns + c)] = from[(row + j) * vectors + clamped(c, vectors, config)];
+        }
+    }
+    loaded
+}
+
+/// What was loaded before, from the cache: over the sums between it would take registers that others then lack. Its guards
+/// keep a compiler from taking it for the same. Zero past the end.
+#[cube]
+pub(crate) fn reload<E: Float, N: Size>(
     from: &[Vector<E, N>],
     row: usize,
     vectors: usize,
@@ -48,7 +84,7 @@ pub(crate) fn store<E: Float, N: Size>(
         #[unroll]
         for c in 0..columns {
             let column = c * comptime!(config.units) + UNIT_POS_X as usize;
-            if column < vectors {
+            if inside(c, vectors, config) {
                 to[(row + j) * vectors + column] = values[comptime!(j * columns + c)];
             }
         }

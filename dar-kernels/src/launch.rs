@@ -57,7 +57,8 @@ pub(crate) struct Row {
     pub(crate) lanes: usize,
     /// A power of two.
     pub(crate) units: usize,
-    /// Columns that each unit has in registers, `units` apart.
+    /// Columns that each unit has in registers, `units` apart: as few as cover the row, so that only the last can be past
+    /// its end.
     pub(crate) columns: usize,
     pub(crate) reduction: Reduction,
 }
@@ -84,18 +85,19 @@ impl Row {
         Self { lanes, units, columns: vectors.div_ceil(units), reduction }
     }
 
-    /// The same row in as few units as it takes for `sums` sums at a time to fit into shared memory.
-    pub(crate) fn fit(mut self, client: &Client, sums: usize) -> Self {
-        while self.units > self.reduction.least_units() && !self.fits(client, sums) {
+    /// The same row, of `d_model`, in as few units as it takes for `sums` sums at a time, and `published` values, to fit
+    /// into shared memory.
+    pub(crate) fn fit(mut self, client: &Client, d_model: usize, sums: usize, published: usize) -> Self {
+        while self.units > self.reduction.least_units() && !self.fits(client, sums, published) {
             self.units /= 2;
-            self.columns *= 2;
         }
+        self.columns = (d_model / self.lanes).div_ceil(self.units);
         self
     }
 
-    /// Whether shared memory has room for `sums` sums at a time.
-    pub(crate) fn fits(self, client: &Client, sums: usize) -> bool {
-        self.reduction.shared_bytes(sums, self.units) <= client.properties().hardware.max_shared_memory_size
+    /// Whether shared memory has room for `sums` sums at a time, and `published` values.
+    pub(crate) fn fits(self, client: &Client, sums: usize, published: usize) -> bool {
+        self.reduction.shared_bytes(sums, published, self.units) <= client.properties().hardware.max_shared_memory_size
     }
 
     pub(crate) fn cube_dim(self) -> CubeDim {

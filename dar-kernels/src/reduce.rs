@@ -9,12 +9,16 @@
 //!
 //! Both orders of addition are fixed, so that equal operands give equal bits. The last barrier separates one sum from the
 //! next: a [`CubeSum`] may be used again at once.
+//!
+//! What all units would make of the sums alike, one unit can make between the last two barriers, where it saves the others
+//! their instructions and registers: `gather`, a `total`, `publish` instead of it, sync, all read what is `published`.
 
 use cubecl::features::Plane;
 use cubecl::prelude::*;
 
 use crate::KernelError;
 use crate::launch::Row;
+use crate::numeric::inverse_rms;
 
 /// Partials to which the shared path folds a row: adding 16 in one unit costs less than the barriers of more folds.
 const FOLD: usize = 16;
@@ -52,13 +56,17 @@ impl Reduction {
         })
     }
 
-    /// Bytes of shared memory that `count` sums at a time take in a cube of `units`.
-    pub(crate) fn shared_bytes(self, count: usize, units: usize) -> usize {
-        let partials = match self {
+    /// Bytes of shared memory that `count` sums at a time take in a cube of `units`, with as many `published` values.
+    pub(crate) fn shared_bytes(self, count: usize, published: usize, units: usize) -> usize {
+        (count * self.partials(units) + published) * size_of::<f32>()
+    }
+
+    /// What is left of a sum in shared memory when the units of a cube come together.
+    const fn partials(self, units: usize) -> usize {
+        match self {
             Self::Planes(size) => units / size as usize,
             Self::Shared => units,
-        };
-        count * (partials + 1) * size_of::<f32>()
+        }
     }
 
     /// The fewest units that a cube needs.
@@ -81,7 +89,7 @@ fn plane_size(client: &Client) -> Option<u32> {
 #[derive(CubeType)]
 pub(crate) struct CubeSum {
     partial: Shared<[f32]>,
-    total: Shared<[f32]>,
+    published: Shared<[f32]>,
     #[cube(comptime)]
     units: usize,
     #[cube(comptime)]
@@ -91,15 +99,17 @@ pub(crate) struct CubeSum {
 #[cube]
 impl CubeSum {
     pub(crate) fn new(#[comptime] count: usize, #[comptime] row: Row) -> Self {
+        CubeSum::publishing(count, count, row)
+    }
+
+    /// With room for `published` values that one unit tells the others, at least `count` if whole sums are taken too.
+    pub(crate) fn publishing(#[comptime] count: usize, #[comptime] published: usize, #[comptime] row: Row) -> Self {
         let units = comptime!(row.units);
         let reduction = comptime!(row.reduction);
-        let partials = comptime!(match reduction {
-            Reduction::Planes(size) => units / size as usize,
-            Reduction::Shared => units,
-        });
+        let partials = comptime!(reduction.partials(units));
         CubeSum {
             partial: Shared::new_slice(comptime!(count * partials)),
-            total: Shared::new_slice(count),
+            published: Shared::new_slice(published),
             units,
             reduction,
         }
@@ -107,6 +117,39 @@ impl CubeSum {
 
     /// Replaces every value by its sum over the cube: as many as there is room for, or fewer.
     pub(crate) fn sum(&mut self, values: &mut Array<f32>) {
+        let count = values.len();
+        self.gather(values);
+        self.publish_totals(count);
+        sync_cube();
+        #[unroll]
+        for k in 0..count {
+            values[k] = self.published(k);
+        }
+    }
+
+    /// Replaces the squares of every row by the inverse RMS of the row, of which one unit takes the root.
+    pub(crate) fn inverse_rms(&mut self, squares: &mut Array<f32>, inv_length: f32, eps: f32) {
+        let count = squares.len();
+        let units = comptime!(self.units);
+        self.gather(squares);
+        #[unroll]
+        for round in 0..comptime!(count.div_ceil(units)) {
+            let k = round * units + UNIT_POS_X as usize;
+            if k < count {
+                let norm = inverse_rms(self.total(k), inv_length, eps);
+                self.publish(k, norm);
+            }
+        }
+        sync_cube();
+        #[unroll]
+        for k in 0..count {
+            squares[k] = self.published(k);
+        }
+    }
+
+    /// Brings the values of all units together, as many as there is room for, or fewer. Then any unit may ask for a
+    /// [`total`](Self::total) until a barrier, which must come before the next values.
+    pub(crate) fn gather(&mut self, values: &mut Array<f32>) {
         let count = values.len();
         let units = comptime!(self.units);
         match comptime!(self.reduction) {
@@ -123,9 +166,6 @@ impl CubeSum {
                         self.partial[k * planes + plane] = values[i];
                     }
                 }
-                sync_cube();
-                self.total_of_rows(count, planes, planes);
-                self.read(values);
             }
             Reduction::Shared => {
                 let unit = UNIT_POS_X as usize;
@@ -133,9 +173,9 @@ impl CubeSum {
                 for k in 0..count {
                     self.partial[k * units + unit] = values[k];
                 }
-                sync_cube();
                 let folds = comptime!(if units > FOLD { FOLD } else { units });
                 if comptime!(folds < units) {
+                    sync_cube();
                     let partials = comptime!(count * folds);
                     #[unroll]
                     for round in 0..comptime!(partials.div_ceil(units)) {
@@ -150,36 +190,47 @@ impl CubeSum {
                             self.partial[first] = sum;
                         }
                     }
-                    sync_cube();
                 }
-                self.total_of_rows(count, units, folds);
-                self.read(values);
-            }
-        }
-    }
-
-    /// `total[k] = sum of partial[k * stride ..][.. length]`
-    fn total_of_rows(&mut self, #[comptime] count: usize, #[comptime] stride: usize, #[comptime] length: usize) {
-        let units = comptime!(self.units);
-        #[unroll]
-        for round in 0..comptime!(count.div_ceil(units)) {
-            let k = round * units + UNIT_POS_X as usize;
-            if k < count {
-                let mut sum = self.partial[k * stride];
-                for i in 1..length {
-                    sum += self.partial[k * stride + i];
-                }
-                self.total[k] = sum;
             }
         }
         sync_cube();
     }
 
-    fn read(&self, values: &mut Array<f32>) {
-        #[unroll]
-        for k in 0..values.len() {
-            values[k] = self.total[k];
+    /// Sum `k` of what was gathered: one unit adds what the others left.
+    pub(crate) fn total(&self, k: usize) -> f32 {
+        let partials = comptime!(self.reduction.partials(self.units));
+        let length = comptime!(match self.reduction {
+            Reduction::Shared if partials > FOLD => FOLD,
+            _ => partials,
+        });
+        let mut sum = self.partial[k * partials];
+        for i in 1..length {
+            sum += self.partial[k * partials + i];
         }
+        sum
+    }
+
+    /// Publishes the first `count` sums.
+    pub(crate) fn publish_totals(&mut self, #[comptime] count: usize) {
+        let units = comptime!(self.units);
+        #[unroll]
+        for round in 0..comptime!(count.div_ceil(units)) {
+            let k = round * units + UNIT_POS_X as usize;
+            if k < count {
+                let total = self.total(k);
+                self.publish(k, total);
+            }
+        }
+    }
+
+    /// Tells a value to all units, which see it after the next barrier.
+    pub(crate) fn publish(&mut self, k: usize, value: f32) {
+        self.published[k] = value;
+    }
+
+    /// Value `k` of those that were told before the last barrier.
+    pub(crate) fn published(&self, k: usize) -> f32 {
+        self.published[k]
     }
 }
 

@@ -1,3 +1,4 @@
+use cubecl::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use crate::KernelError;
@@ -56,5 +57,15 @@ impl Routing {
         }
         let one = if streams == 2 { ", or 1 with FixedKeyValue" } else { "" };
         Err(KernelError::value(operation, "outputs of the query", format!("{streams} as in `value`{one}"), outputs))
+    }
+}
+
+/// [`Routing::key_stream`] of a stream that only the unit knows.
+#[cube]
+pub(crate) fn key_stream_of(stream: usize, #[comptime] routing: Routing) -> usize {
+    match comptime!(routing) {
+        Routing::CrossKey => 1 - stream,
+        Routing::SelfKeyValue | Routing::CrossValue => stream,
+        Routing::FixedKeyValue => 0usize.runtime(),
     }
 }

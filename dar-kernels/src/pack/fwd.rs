@@ -1,8 +1,8 @@
 use cubecl::prelude::*;
 
-use crate::columns::{load, narrowed, store, widened};
+use crate::columns::{inside, load, narrowed, store, widened};
 use crate::launch::{Held, Row, Tuning, cube_index, cubes};
-use crate::numeric::{inverse_rms, lane_sum};
+use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::{Dims, KernelError, Routing};
@@ -156,12 +156,14 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     let mut x = widened::<E, N>(&stored);
     #[unroll]
     for c in 0..columns {
-        squares += x[c] * x[c];
+        if inside(c, vectors, config) {
+            squares += x[c] * x[c];
+        }
     }
     let mut sum = Array::<f32>::new(1usize);
     sum[0] = lane_sum(squares);
-    sums.sum(&mut sum);
-    let norm = inverse_rms(sum[0], inv_d_model, eps);
+    sums.inverse_rms(&mut sum, inv_d_model, eps);
+    let norm = sum[0];
     if UNIT_POS_X == 0 {
         inv_rms[packed] = norm;
     }

@@ -1,6 +1,7 @@
 use cubecl::prelude::*;
 
-use super::config::{PrefixConfig, Work};
+use super::config::{PrefixConfig, TOLD_BACKWARD, Work};
+use crate::columns::{clamped, inside};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes, element_index, elements};
 use crate::numeric::lane_sum;
@@ -164,7 +165,10 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
     let unit = UNIT_POS_X as usize;
     let packed = (entry * tokens + token) * streams; // row of the history
 
-    let mut sums = CubeSum::new(comptime!(group * outputs), comptime!(config.row));
+    let heads = comptime!(group * outputs);
+    let mut sums = CubeSum::publishing(heads, comptime!(heads * TOLD_BACKWARD), comptime!(config.row));
+    // One unit makes the scalars of a head.
+    let rounds = comptime!(heads.div_ceil(units));
     let mut values = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
     let mut by_value = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // sum of p d_state
     let mut by_key = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // d_key = sum of d_logit q
@@ -175,47 +179,71 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
         #[unroll]
         for c in 0..columns {
             let k = comptime!(j * columns + c);
-            let column = c * units + unit;
-            values[k] = Vector::new(0.0f32);
             by_value[k] = Vector::new(0.0f32);
             by_key[k] = Vector::new(0.0f32);
-            if column < vectors {
-                values[k] = Vector::cast_from(value[(packed + j) * vectors + column]);
-            }
+            let column = clamped(c, vectors, comptime!(config.row));
+            values[k] = Vector::cast_from(value[(packed + j) * vectors + column]);
         }
     }
 
     for start in range_stepped(first, last, group) {
-        let mut gradients = Array::<Vector<f32, N>>::new(comptime!(group * outputs * columns));
-        let mut dots = Array::<f32>::new(comptime!(group * outputs));
+        let mut gradients = Array::<Vector<E, N>>::new(comptime!(heads * columns));
+        let mut dots = Array::<f32>::new(heads);
         // Before the sum, past whose barrier no load is moved.
-        let mut logits = Array::<f32>::new(comptime!(group * outputs));
+        let mut logits = Array::<f32>::new(rounds);
+        let mut weights = Array::<f32>::new(rounds); // p
+        let mut shifts = Array::<f32>::new(rounds);
+        #[unroll]
+        for round in 0..rounds {
+            let head = round * units + unit;
+            let (read, j) = (start + head / outputs, head % outputs);
+            logits[round] = f32::new(0.0);
+            weights[round] = f32::new(0.0);
+            shifts[round] = f32::new(0.0);
+            if head < heads && read < last {
+                let own = read * tokens + token; // row of the scalars of the read
+                logits[round] = logit[((entry * reads + read) * tokens + token) * outputs + j];
+                weights[round] = (logits[round] - lse[own * outputs + j]).exp();
+                shifts[round] = d_token[own * comptime!(token_gradients(outputs)) + 2 + j];
+            }
+        }
         #[unroll]
         for s in 0..group {
             #[unroll]
             for j in 0..outputs {
                 let head = comptime!(s * outputs + j);
                 let from = comptime!(config.routing.value_stream(j));
-                logits[head] = f32::new(0.0);
-                if start + s < last {
-                    logits[head] = logit[((entry * reads + start + s) * tokens + token) * outputs + j];
-                }
+                // Past the last read the last one again, whose sum is not taken.
+                let row = (min(start + s, last - 1) * tokens + token) * outputs + j;
                 let mut dot = Vector::<f32, N>::new(0.0f32);
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!(head * columns + c);
-                    let column = c * units + unit;
-                    gradients[k] = Vector::new(0.0f32);
-                    if start + s < last && column < vectors {
-                        let row = ((start + s) * tokens + token) * outputs + j;
-                        gradients[k] = Vector::cast_from(d_state[row * vectors + column]);
+                    gradients[k] = d_state[row * vectors + clamped(c, vectors, comptime!(config.row))];
+                    if inside(c, vectors, comptime!(config.row)) {
+                        dot += Vector::cast_from(gradients[k]) * values[comptime!(from * columns + c)];
                     }
-                    dot += gradients[k] * values[comptime!(from * columns + c)];
                 }
                 dots[head] = lane_sum(dot); // c = <d_state, value>
             }
         }
-        sums.sum(&mut dots);
+        sums.gather(&mut dots);
+        #[unroll]
+        for round in 0..rounds {
+            let head = round * units + unit;
+            if head < heads {
+                // d_logit = p (c - <d_state, state> + d_lse)
+                let d = weights[round] * (sums.total(head) + shifts[round]);
+                let (read, j) = (start + head / outputs, head % outputs);
+                if read < last {
+                    d_logit[((entry * reads + read) * tokens + token) * outputs + j] = d;
+                }
+                sums.publish(head * TOLD_BACKWARD, weights[round]);
+                sums.publish(head * TOLD_BACKWARD + 1, d);
+                sums.publish(head * TOLD_BACKWARD + 2, d * logits[round]);
+            }
+        }
+        sync_cube();
 
         #[unroll]
         for s in 0..group {
@@ -225,19 +253,14 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
                     let head = comptime!(s * outputs + j);
                     let key = comptime!(config.routing.key_stream(j));
                     let from = comptime!(config.routing.value_stream(j));
-                    let own = (start + s) * tokens + token; // row of the scalars of the read
-                    // d_logit = p (c - <d_state, state> + d_lse)
-                    let p = (logits[head] - lse[own * outputs + j]).exp();
-                    let d = p * (dots[head] + d_token[own * comptime!(token_gradients(outputs)) + 2 + j]);
-                    along[key] += d * logits[head];
-                    if unit == 0 {
-                        d_logit[((entry * reads + start + s) * tokens + token) * outputs + j] = d;
-                    }
+                    let p = sums.published(comptime!(head * TOLD_BACKWARD));
+                    let d = sums.published(comptime!(head * TOLD_BACKWARD + 1));
+                    along[key] += sums.published(comptime!(head * TOLD_BACKWARD + 2));
                     #[unroll]
                     for c in 0..columns {
                         let column = c * units + unit;
                         by_value[comptime!(from * columns + c)] +=
-                            Vector::new(p) * gradients[comptime!(head * columns + c)];
+                            Vector::new(p) * Vector::cast_from(gradients[comptime!(head * columns + c)]);
                         if column < vectors {
                             by_key[comptime!(key * columns + c)] +=
                                 Vector::new(d) * query[((start + s) * outputs + j) * vectors + column];
@@ -500,21 +523,15 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
         let mut d_logits = Array::<f32>::new(comptime!(chunk * heads));
         #[unroll]
         for i in 0..chunk {
-            let item = start + i * rows;
+            // Past the last item the last one again, whose gradients are zero.
+            let item = min(start + i * rows, items - 1);
             #[unroll]
             for j in 0..streams {
-                scales[comptime!(i * streams + j)] = f32::new(0.0);
-                if item < items {
-                    scales[comptime!(i * streams + j)] = inv_rms[item * streams + j];
-                }
+                scales[comptime!(i * streams + j)] = inv_rms[item * streams + j];
                 #[unroll]
                 for c in 0..columns {
-                    let column = c * units + unit;
                     let k = comptime!((i * streams + j) * columns + c);
-                    values[k] = Vector::new(E::from_int(0));
-                    if item < items && column < vectors {
-                        values[k] = value[(item * streams + j) * vectors + column];
-                    }
+                    values[k] = value[(item * streams + j) * vectors + clamped(c, vectors, comptime!(config.row))];
                 }
             }
         }

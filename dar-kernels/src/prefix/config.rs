@@ -14,12 +14,9 @@ const MOST_BACKWARD_HEADS: usize = 8;
 /// f32 accumulators of a unit: past 128 registers for them alone, the rest spills.
 const MOST_ACCUMULATORS: usize = 128;
 
-/// Elements of the history that a unit has in flight. 4 entries × 2 streams × 8 lanes hide the latency of memory; more
+/// Elements of the history, and of packed keys, that a unit has in flight. 4 entries × 2 streams × 8 lanes hide the latency of memory; more
 /// registers for them leave too few units on a multiprocessor.
 const MOST_IN_FLIGHT: usize = 64;
-
-/// The same with packed keys beside them: f16 spills past it.
-const MOST_KEYED_IN_FLIGHT: usize = 32;
 
 /// Entries a chunk at most: one barrier for all of their logits.
 const MOST_ENTRIES: usize = 4;
@@ -29,7 +26,15 @@ const MOST_LOGITS: usize = 32;
 
 /// Accumulators of the forward and logits of a chunk together, unless that is one entry: 96 and 24 spill up to 184 bytes by
 /// CubeCL's LLVM.
-const MOST_ACCUMULATED: usize = 112;
+const MOST_ACCUMULATED: usize = 120;
+
+/// Values of a head that one unit tells the others, forward: the factor of what was accumulated, and the weights of a chunk.
+pub(super) const fn told(chunk: usize) -> usize {
+    1 + chunk
+}
+
+/// The same, backward: the probability, the gradient of the logit, and their share in `<d_key, key>`.
+pub(super) const TOLD_BACKWARD: usize = 3;
 
 /// What a row costs: loads are in flight by chunks of entries, and by groups of queries in the backward by entry, so
 /// that one column is enough.
@@ -73,10 +78,12 @@ impl Work {
         let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
         let heads = group * outputs;
         let sums = |chunk| more.max(chunk * heads);
+        let published = |chunk| more.max(told(chunk) * heads);
         let accumulated = |chunk| heads * (row.columns * row.lanes + chunk);
-        let chunk =
-            self.chunk(row, group, |chunk| accumulated(chunk) <= MOST_ACCUMULATED && row.fits(client, sums(chunk)));
-        let row = row.fit(client, sums(chunk));
+        let chunk = self.chunk(row, group, |chunk| {
+            accumulated(chunk) <= MOST_ACCUMULATED && row.fits(client, sums(chunk), published(chunk))
+        });
+        let row = row.fit(client, d_model, sums(chunk), published(chunk));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
     }
 
@@ -84,8 +91,14 @@ impl Work {
     pub(crate) fn choose_history(self, client: &Client, tuning: Tuning) -> PrefixConfig {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, queries, routing, .. } = self;
         let group = queries.clamp(1, MOST_BACKWARD_HEADS.div_ceil(outputs));
-        let arrays = group * outputs + 3 * streams;
-        let row = Row::choose(client, dtype, d_model, held(arrays), tuning).fit(client, group * outputs);
+        let heads = group * outputs;
+        let arrays = heads + 3 * streams;
+        let row = Row::choose(client, dtype, d_model, held(arrays), tuning).fit(
+            client,
+            d_model,
+            heads,
+            heads * TOLD_BACKWARD,
+        );
         PrefixConfig { streams, outputs, routing, group, chunk: 1, row }
     }
 
@@ -108,10 +121,11 @@ impl Work {
     /// Entries of a chunk: as many as registers and `fits` allow.
     fn chunk(self, row: Row, group: usize, fits: impl Fn(usize) -> bool) -> usize {
         let Self { dims: Dims { streams, .. }, outputs, keyed, .. } = self;
-        let (states, most) = if keyed { (streams + outputs, MOST_KEYED_IN_FLIGHT) } else { (streams, MOST_IN_FLIGHT) };
+        let states = if keyed { streams + outputs } else { streams };
         let in_flight = states * row.columns * row.lanes;
         let mut chunk = MOST_ENTRIES;
-        while chunk > 1 && (chunk * in_flight > most || chunk * group * outputs > MOST_LOGITS || !fits(chunk)) {
+        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || chunk * group * outputs > MOST_LOGITS || !fits(chunk))
+        {
             chunk /= 2;
         }
         chunk

@@ -1,12 +1,13 @@
 use cubecl::prelude::*;
 
-use super::config::{PrefixConfig, Work};
-use crate::columns::{narrowed, store};
+use super::config::{PrefixConfig, Work, told};
+use crate::columns::{clamped, narrowed, store};
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
 use crate::read::{check_packed, gates_and_gain, mixed, mixing_gates, normalised, sum_of_streams};
 use crate::reduce::CubeSum;
+use crate::routing::key_stream_of;
 use crate::site::{GATES, RHO, site_gain};
 use crate::softmax::{FLOOR, OnlineSoftmax};
 use crate::{Dims, KernelError, Routing};
@@ -217,10 +218,17 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
 
     let keyed = comptime!(key.is_some());
     let mixing = comptime!(input.is_some());
-    let most_sums = comptime!(if mixing { SUMS_OF_MIX.max(chunk * heads) } else { chunk * heads });
-    let mut sums = CubeSum::new(most_sums, comptime!(config.row));
-    let mut softmax = OnlineSoftmax::empty(heads);
-    let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(heads * columns)); // U, before the division by Z
+    let of_mix = comptime!(if mixing { SUMS_OF_MIX } else { 0usize });
+    let told = comptime!(told(chunk));
+    let mut sums = CubeSum::publishing(
+        comptime!(of_mix.max(chunk * heads)),
+        comptime!(of_mix.max(told * heads)),
+        comptime!(config.row),
+    );
+    // One unit makes the softmax of a head.
+    let rounds = comptime!(heads.div_ceil(units));
+    let mut softmax = OnlineSoftmax::empty(rounds);
+    let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(heads * columns)); // U, in the end divided by Z
     #[unroll]
     for k in 0..comptime!(heads * columns) {
         retrieved[k] = Vector::new(0.0f32);
@@ -230,20 +238,18 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
         // All loads of the chunk, so that they are in flight together.
         let mut values = Array::<Vector<E, N>>::new(comptime!(chunk * streams * columns));
         let mut keys = Array::<Vector<E, N>>::new(comptime!(if keyed { chunk * outputs * columns } else { 1 }));
-        let mut scales = Array::<f32>::new(comptime!(chunk * streams));
+        let mut scales = Array::<f32>::new(comptime!(rounds * chunk)); // of the keys of the unit's heads
         #[unroll]
         for r in 0..chunk {
+            // Past the last entry the last one again, of no weight; past the last column queries are zero.
+            let entry = min(start + r, entries - 1);
             #[unroll]
             for j in 0..streams {
-                let row = ((start + r) * tokens + token) * streams + j;
+                let row = (entry * tokens + token) * streams + j;
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!((r * streams + j) * columns + c);
-                    let column = c * units + unit;
-                    values[k] = Vector::new(E::from_int(0));
-                    if start + r < entries && column < vectors {
-                        values[k] = value[row * vectors + column];
-                    }
+                    values[k] = value[row * vectors + clamped(c, vectors, comptime!(config.row))];
                 }
             }
         }
@@ -254,17 +260,14 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
             {
                 #[unroll]
                 for r in 0..chunk {
+                    let entry = min(start + r, entries - 1);
                     #[unroll]
                     for j in 0..outputs {
-                        let row = ((start + r) * tokens + token) * outputs + j;
+                        let row = (entry * tokens + token) * outputs + j;
                         #[unroll]
                         for c in 0..columns {
                             let k = comptime!((r * outputs + j) * columns + c);
-                            let column = c * units + unit;
-                            keys[k] = Vector::new(E::from_int(0));
-                            if start + r < entries && column < vectors {
-                                keys[k] = key[row * vectors + column];
-                            }
+                            keys[k] = key[row * vectors + clamped(c, vectors, comptime!(config.row))];
                         }
                     }
                 }
@@ -276,13 +279,15 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
             ComptimeOption::Some(inv_rms) =>
             {
                 #[unroll]
-                for r in 0..chunk {
+                for round in 0..rounds {
+                    let head = round * units + unit;
+                    let key = key_stream_of(head % outputs, comptime!(config.routing));
                     #[unroll]
-                    for j in 0..streams {
-                        let k = comptime!(r * streams + j);
+                    for r in 0..chunk {
+                        let k = comptime!(round * chunk + r);
                         scales[k] = f32::new(0.0);
-                        if start + r < entries {
-                            scales[k] = inv_rms[((start + r) * tokens + token) * streams + j];
+                        if start + r < entries && head < heads {
+                            scales[k] = inv_rms[((start + r) * tokens + token) * streams + key];
                         }
                     }
                 }
@@ -322,33 +327,63 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 }
             }
         }
-        sums.sum(&mut logits);
-
+        sums.gather(&mut logits);
         #[unroll]
-        for s in 0..group {
-            let read = first + begin + s;
-            #[unroll]
-            for j in 0..outputs {
-                let head = comptime!(s * outputs + j);
-                let key = comptime!(config.routing.key_stream(j));
-                let from = comptime!(config.routing.value_stream(j));
+        for round in 0..rounds {
+            let head = round * units + unit;
+            if head < heads {
+                let (query, j) = (begin + head / outputs, head % outputs);
+                let served = query < count;
+                let row = ((first + query) * tokens + token) * outputs + j; // of one entry
+                let mut own = Array::<f32>::new(chunk);
                 let mut top = f32::new(FLOOR);
                 #[unroll]
                 for r in 0..chunk {
-                    let k = comptime!(r * heads + head);
+                    own[r] = f32::new(FLOOR); // no weight
                     if start + r < entries {
+                        own[r] = sums.total(r * heads + head);
                         if comptime!(!keyed) {
-                            logits[k] *= scales[comptime!(r * streams + key)];
+                            own[r] *= scales[comptime!(round * chunk + r)];
                         }
-                        if unit == 0 && begin + s < count {
-                            logit[(((start + r) * reads + read) * tokens + token) * outputs + j] = logits[k];
+                        if served {
+                            logit[(start + r) * (reads * tokens * outputs) + row] = own[r];
                         }
-                    } else {
-                        logits[k] = f32::new(FLOOR); // no weight
                     }
-                    top = max(top, logits[k]);
+                    top = max(top, own[r]);
                 }
-                let scale = softmax.raise(head, top); // (A.2)
+                let mut factors = Array::<f32>::new(told);
+                factors[0] = softmax.raise(round, top); // (A.2)
+                #[unroll]
+                for r in 0..chunk {
+                    factors[comptime!(1 + r)] = softmax.push(round, own[r]); // (A.3)
+                }
+                // (A.5)
+                if start + chunk >= entries {
+                    let normaliser = softmax.normaliser(round);
+                    #[unroll]
+                    for k in 0..told {
+                        factors[k] *= normaliser;
+                    }
+                    if served {
+                        lse[row] = softmax.lse(round);
+                    }
+                }
+                #[unroll]
+                for k in 0..told {
+                    sums.publish(head * told + k, factors[k]);
+                }
+            }
+        }
+        sync_cube();
+
+        // (A.4)
+        #[unroll]
+        for s in 0..group {
+            #[unroll]
+            for j in 0..outputs {
+                let head = comptime!(s * outputs + j);
+                let from = comptime!(config.routing.value_stream(j));
+                let scale = sums.published(comptime!(head * told));
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!(head * columns + c);
@@ -356,36 +391,29 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 }
                 #[unroll]
                 for r in 0..chunk {
-                    let weight = softmax.push(head, logits[comptime!(r * heads + head)]); // (A.3)
+                    let weight = sums.published(comptime!(head * told + 1 + r));
                     #[unroll]
                     for c in 0..columns {
                         let k = comptime!(head * columns + c);
                         let from = comptime!((r * streams + from) * columns + c);
-                        retrieved[k] += Vector::new(weight) * Vector::cast_from(values[from]); // (A.4)
+                        retrieved[k] += Vector::new(weight) * Vector::cast_from(values[from]);
                     }
                 }
             }
         }
     }
 
-    // (A.5)
     #[unroll]
     for s in 0..group {
         if begin + s < count {
             #[unroll]
             for j in 0..outputs {
-                let head = comptime!(s * outputs + j);
-                let normaliser = softmax.normaliser(head);
-                if unit == 0 {
-                    lse[((first + begin + s) * tokens + token) * outputs + j] = softmax.lse(head);
-                }
                 let row = ((slot + begin + s) * tokens + token) * outputs + j;
                 let kept = comptime!(keep_first || s > 0) || begin > 0;
                 #[unroll]
                 for c in 0..columns {
                     let column = c * units + unit;
-                    let k = comptime!(head * columns + c);
-                    retrieved[k] *= Vector::new(normaliser);
+                    let k = comptime!((s * outputs + j) * columns + c);
                     if kept && column < vectors {
                         state[row * vectors + column] = Vector::cast_from(retrieved[k]);
                     }
@@ -409,22 +437,17 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
         #[comptime]
         match site {
             ComptimeOption::Some(site) => {
-                let gates =
-                    mixing_gates::<N>(&merged, site, &mut sums, vectors, inv_d_model, eps, comptime!(config.row));
-                inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
+                let row = (first * tokens + token) * GATES;
+                let gate = gate.as_mut().unwrap().slice_mut(0, row + GATES);
+                if unit == 0 {
+                    gate[row + RHO] = f32::new(1.0);
+                }
+                let config = comptime!(config.row);
+                let gates = mixing_gates::<N>(&merged, site, &mut sums, gate, row, vectors, inv_d_model, eps, config);
+                inputs = mixed::<N>(&merged, &gates, config);
                 if comptime!(normed) {
                     let start = site_gain::<N>(vectors);
-                    let row = comptime!(config.row);
-                    inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, inv_d_model, norm_eps, row);
-                }
-                if unit == 0 {
-                    let gate = gate.as_mut().unwrap();
-                    let row = (first * tokens + token) * GATES;
-                    #[unroll]
-                    for k in 0usize..4 {
-                        gate[row + k] = gates[k];
-                    }
-                    gate[row + RHO] = f32::new(1.0);
+                    inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, inv_d_model, norm_eps, config);
                 }
             }
             ComptimeOption::None => {}

@@ -41,11 +41,16 @@
 //! The correction of d_a is zero but for rounding: the shift is taken of a retrieved state as it is stored, and in half
 //! types the sum of d_a over the entries would miss d_lse by more than the sum over tokens forgives.
 //!
-//! A unit owns the same columns of all streams, as one stream's values are the other one's keys. Bytes moved: `2 b`
-//! units of `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams, beside the scalars
-//! of each token; packed keys are `2 b` more to read. A mix writes 1 more in the place of a read that reads 2 and
-//! writes 1, and 2 less where the state is not kept. The backward of an entry reads `2 + 2 L` for the L reads that saw
-//! it and writes 2 (the embedding: 1); that of the queries reads `2 b`, once for every 16 queries × outputs.
+//! A unit owns the same columns of all streams, as one stream's values are the other one's keys. The softmax of a head,
+//! and the scalars of its backward, are made by one unit between the two barriers of a sum, which tells the others the
+//! factor and the weights: every unit would need the registers and instructions of all heads. The last chunk's carry 1
+//! / Z.
+//!
+//! Bytes moved: `2 b` units of `tokens × d_model` are read and `2 S` written for b entries, S queries and two streams,
+//! beside the scalars of each token; packed keys are `2 b` more to read. A mix writes 1 more in the place of a read
+//! that reads 2 and writes 1, and 2 less where the state is not kept. The backward of an entry reads `2 + 2 L` for the
+//! L reads that saw it and writes 2 (the embedding: 1); that of the queries reads `2 b`, once for every 16 queries ×
+//! outputs.
 
 mod bwd;
 mod config;

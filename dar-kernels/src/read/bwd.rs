@@ -1,8 +1,8 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
-use super::fwd::{Inputs, gates_and_gain, inputs, merge, mixed, partial_sums, sum_of_streams};
-use crate::columns::{load, narrowed, store, widened};
+use super::fwd::{Inputs, gates_and_gain, inputs, merge, mixed, own_lse, partial_sums, publish_shares, sum_of_streams};
+use crate::columns::{inside, load, narrowed, reload, store, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum};
@@ -248,7 +248,10 @@ fn read_bwd_kernel<E: Float, N: Size>(
         0
     });
     let most_sums = comptime!(if sited { if normed { 11 } else { 7 } } else { 2 * streams });
-    let mut sums = CubeSum::new(most_sums, comptime!(config.row));
+    // Sums about the partial state, and the shares of the merge.
+    let sums_of_merge = comptime!(2 * streams + more);
+    let published = comptime!(if opened { sums_of_merge + 2 * streams } else { 0 });
+    let mut sums = CubeSum::publishing(most_sums, comptime!(most_sums.max(published)), comptime!(config.row));
 
     // Gradients of the parameters over the tokens of this cube.
     let site_rows = comptime!(if trained { ROWS } else { 0 });
@@ -298,7 +301,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
         // The merge again, and with the same sum <D^0 - D^1, P^0 - P^1>, where D is the gradient of the state after the
         // branch.
         let mut open = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // the partial state P
-        let mut about = Array::<f32>::new(comptime!(2 * streams + more));
+        let mut about = Array::<f32>::new(sums_of_merge);
         let mut share = Array::<f32>::new(comptime!(2 * streams));
         #[comptime]
         match partial {
@@ -317,14 +320,27 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     #[unroll]
                     for c in 0..columns {
                         let other = comptime!(columns + c);
-                        let gap = Vector::<f32, N>::cast_from(after[c]) - Vector::cast_from(after[other]);
-                        d_rho += gap * (open[c] - open[other]);
+                        if inside(c, vectors, comptime!(config.row)) {
+                            let gap = Vector::<f32, N>::cast_from(after[c]) - Vector::cast_from(after[other]);
+                            d_rho += gap * (open[c] - open[other]);
+                        }
                     }
                     about[5] = lane_sum(d_rho);
                 }
-                sums.sum(&mut about);
-                let lse = lse.unwrap();
-                share = merge::<N>(&mut merged, &open, &about, lse, own * streams, inv_d_model, eps, config);
+                let lses = own_lse(lse.unwrap(), own * streams, streams, comptime!(config.row));
+                sums.gather(&mut about);
+                publish_shares(&mut sums, sums_of_merge, &lses, inv_d_model, eps, config);
+                sums.publish_totals(sums_of_merge);
+                sync_cube();
+                #[unroll]
+                for k in 0..sums_of_merge {
+                    about[k] = sums.published(k);
+                }
+                #[unroll]
+                for k in 0..comptime!(2 * streams) {
+                    share[k] = sums.published(comptime!(sums_of_merge + k));
+                }
+                merge::<N>(&mut merged, &open, &share, config);
             }
             ComptimeOption::None => {}
         }
@@ -343,9 +359,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     d_normed[c] = d_inputs[c];
                     if column < vectors {
                         d_inputs[c] *= gain[column];
+                        squares += inputs[c] * inputs[c];
+                        along += d_inputs[c] * inputs[c];
                     }
-                    squares += inputs[c] * inputs[c];
-                    along += d_inputs[c] * inputs[c];
                 }
                 let mut sum = Array::<f32>::new(2usize);
                 sum[0] = lane_sum(squares);
@@ -386,9 +402,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
                         d_normed[c] = d_inputs[c];
                         if column < vectors {
                             d_inputs[c] *= site[start + column];
+                            squares += inputs[c] * inputs[c];
+                            along += d_inputs[c] * inputs[c];
                         }
-                        squares += inputs[c] * inputs[c];
-                        along += d_inputs[c] * inputs[c];
                     }
                     sum[7] = lane_sum(squares);
                     sum[8] = lane_sum(along);
@@ -397,7 +413,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
                         let mut dot = Vector::<f32, N>::new(0.0f32);
                         #[unroll]
                         for c in 0..columns {
-                            dot += inputs[c] * merged[comptime!(j * columns + c)];
+                            if inside(c, vectors, comptime!(config.row)) {
+                                dot += inputs[c] * merged[comptime!(j * columns + c)];
+                            }
                         }
                         sum[j + 9] = lane_sum(dot);
                     }
@@ -409,8 +427,10 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     #[unroll]
                     for c in 0..columns {
                         let h = merged[comptime!(j * columns + c)];
-                        squares += h * h;
-                        dot += d_inputs[c] * h;
+                        if inside(c, vectors, comptime!(config.row)) {
+                            squares += h * h;
+                            dot += d_inputs[c] * h;
+                        }
                     }
                     sum[j + 5] = lane_sum(dot);
                 }
@@ -507,12 +527,11 @@ fn read_bwd_kernel<E: Float, N: Size>(
             }
         }
 
-        // With a merge the retrieved state again, from the cache: in registers over all the sums it would make others
-        // spill.
+        // With a merge the retrieved state again.
         let mut retrieved = Array::<Vector<E, N>>::new(comptime!(streams * columns));
         if comptime!(opened) {
             let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
-            retrieved = load::<E, N>(states, at, vectors, streams, comptime!(config.row));
+            retrieved = reload::<E, N>(states, at, vectors, streams, comptime!(config.row));
         }
         // The gradient of the retrieved state as it is stored, for the history's backward compares with it:
         // <d_hist, hist>; and <d_h, hist - P>.
@@ -532,11 +551,13 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 if comptime!(opened) {
                     hist = Vector::cast_from(retrieved[k]);
                     d *= Vector::new(share[j]);
-                    gap += d_merged[k] * (hist - open[comptime!(from * columns + c)]);
                 }
                 let stored = Vector::<E, N>::cast_from(d);
-                dot += Vector::cast_from(stored) * hist;
-                if column < vectors {
+                if inside(c, vectors, comptime!(config.row)) {
+                    dot += Vector::cast_from(stored) * hist;
+                    if comptime!(opened) {
+                        gap += d_merged[k] * (hist - open[comptime!(from * columns + c)]);
+                    }
                     state[(at + j) * vectors + column] = stored;
                 }
             }
@@ -564,7 +585,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
         match partial {
             ComptimeOption::Some(_) => {
                 // The transport (17), or the plain sum.
-                // D again, likewise.
+                // D again.
                 let mut d_open = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
                 #[unroll]
                 for k in 0..comptime!(streams * columns) {
@@ -572,7 +593,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 }
                 if comptime!(written) {
                     let d_partial = d_partial.as_mut().unwrap().slice(0, tokens * streams * vectors);
-                    let after = load::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
+                    let after = reload::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
                     d_open = widened::<E, N>(&after);
                 }
                 if comptime!(transported) {
@@ -674,7 +695,9 @@ fn read_bwd_kernel<E: Float, N: Size>(
                             let mut dot = Vector::<f32, N>::new(0.0f32);
                             #[unroll]
                             for c in 0..columns {
-                                dot += d_open[comptime!(j * columns + c)] * outputs[c];
+                                if inside(c, vectors, comptime!(config.row)) {
+                                    dot += d_open[comptime!(j * columns + c)] * outputs[c];
+                                }
                             }
                             d_beta[j] = lane_sum(dot);
                         }

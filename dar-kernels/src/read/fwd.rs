@@ -6,6 +6,7 @@ use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{inverse_rms, lane_sum, sigmoid};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
+use crate::routing::key_stream_of;
 use crate::site::{ALPHA, BETA, GATES, RHO, packed_axes, packed_length, site_gain, site_scalar};
 use crate::softmax::OnlineSoftmax;
 use crate::write::written;
@@ -246,11 +247,13 @@ fn read_fwd_kernel<E: Float, N: Size>(
     let unit = UNIT_POS_X as usize;
     let gated = comptime!(gate.is_some());
     let sited = comptime!(site.is_some());
-    let mut sums = CubeSum::new(comptime!(2 * streams + 1), comptime!(config.row));
+    let own = (read * tokens + token) * GATES;
+    // Sums about the partial state, or five for the gates; shares of the merge, or gates.
+    let mut sums =
+        CubeSum::publishing(comptime!(2 * streams + 1), comptime!((2 * streams).max(4)), comptime!(config.row));
 
     let retrieved = load::<E, N>(state, (slot * tokens + token) * streams, vectors, streams, comptime!(config.row));
     let mut merged = widened::<E, N>(&retrieved);
-    let mut rho = f32::new(1.0);
     #[comptime]
     match output {
         ComptimeOption::Some(output) => {
@@ -260,10 +263,9 @@ fn read_fwd_kernel<E: Float, N: Size>(
             if comptime!(gated) {
                 // As `write_gates`, which takes what cannot be written.
                 let gate = gate.as_mut().unwrap();
-                let row = ((read - 1) * tokens + token) * GATES;
                 #[unroll]
                 for k in 0usize..3 {
-                    gates[k] = gate[row + BETA + k];
+                    gates[k] = gate[own - tokens * GATES + BETA + k];
                 }
             }
             let row = comptime!(config.row);
@@ -274,21 +276,38 @@ fn read_fwd_kernel<E: Float, N: Size>(
             let open = widened::<E, N>(&stored);
             let logits = query.unwrap();
             let mut about = partial_sums::<N>(&open, logits, &site, read, vectors, comptime!(sited as usize), config);
-            sums.sum(&mut about);
+            let lses = own_lse(lse.unwrap(), (read * tokens + token) * streams, streams, row);
+            let (mut scale, mut bias) = (f32::new(0.0), f32::new(0.0));
             #[comptime]
             match site {
                 ComptimeOption::Some(site) => {
-                    let norm = inverse_rms(about[0] + about[1], 0.5f32 * inv_d_model, eps);
-                    let scale = site_scalar::<N>(site, vectors, comptime!(GATES + 2));
-                    rho = sigmoid(scale * norm * about[4] + site_scalar::<N>(site, vectors, RHO)); // (16)
+                    scale = site_scalar::<N>(site, vectors, comptime!(GATES + 2));
+                    bias = site_scalar::<N>(site, vectors, RHO);
                 }
                 ComptimeOption::None => {}
             }
-            let lse = lse.unwrap();
-            let row = (read * tokens + token) * streams;
-            merge::<N>(&mut merged, &open, &about, lse, row, inv_d_model, eps, config);
+            sums.gather(&mut about);
+            publish_shares(&mut sums, 0usize, &lses, inv_d_model, eps, config);
+            // By a unit that has no share to make, if there is one.
+            if comptime!(sited) && unit == comptime!(streams % config.row.units) {
+                let norm = inverse_rms(sums.total(0) + sums.total(1), 0.5f32 * inv_d_model, eps);
+                let gate = gate.as_mut().unwrap();
+                gate[own + RHO] = sigmoid(scale * norm * sums.total(4) + bias); // (16)
+            }
+            sync_cube();
+            let mut share = Array::<f32>::new(comptime!(2 * streams));
+            #[unroll]
+            for k in 0..comptime!(2 * streams) {
+                share[k] = sums.published(k);
+            }
+            merge::<N>(&mut merged, &open, &share, config);
         }
-        ComptimeOption::None => {}
+        ComptimeOption::None => {
+            if comptime!(sited) && unit == 0 {
+                let gate = gate.as_mut().unwrap();
+                gate[own + RHO] = f32::new(1.0);
+            }
+        }
     }
 
     let mut inputs = Array::<Vector<f32, N>>::new(columns);
@@ -298,21 +317,13 @@ fn read_fwd_kernel<E: Float, N: Size>(
     #[comptime]
     match site {
         ComptimeOption::Some(site) => {
-            let gates = mixing_gates::<N>(&merged, site, &mut sums, vectors, inv_d_model, eps, comptime!(config.row));
-            inputs = mixed::<N>(&merged, &gates, comptime!(config.row));
+            let row = comptime!(config.row);
+            let gate = gate.as_mut().unwrap().slice_mut(0, own + GATES);
+            let gates = mixing_gates::<N>(&merged, site, &mut sums, gate, own, vectors, inv_d_model, eps, row);
+            inputs = mixed::<N>(&merged, &gates, row);
             if comptime!(config.normed) {
                 let start = site_gain::<N>(vectors);
-                let row = comptime!(config.row);
                 inputs = normalised::<N>(&inputs, site, start, &mut sums, vectors, inv_d_model, norm_eps, row);
-            }
-            if unit == 0 {
-                let gate = gate.as_mut().unwrap();
-                let row = (read * tokens + token) * GATES;
-                #[unroll]
-                for k in 0usize..4 {
-                    gate[row + k] = gates[k];
-                }
-                gate[row + RHO] = rho;
             }
         }
         ComptimeOption::None => {}
@@ -328,12 +339,16 @@ fn read_fwd_kernel<E: Float, N: Size>(
     store::<E, N>(&narrowed::<E, N>(&inputs), input, token, vectors, 1usize, comptime!(config.row));
 }
 
-/// alpha0, alpha1, beta0, beta1 of a merged state (13, 14). `sums` has room for five.
+/// alpha0, alpha1, beta0, beta1 of a merged state (13, 14), which also go to `to` from `row` on. `sums` has room for five,
+/// and for four published values.
 #[cube]
+#[expect(clippy::too_many_arguments, reason = "everything of one token")]
 pub(crate) fn mixing_gates<N: Size>(
     merged: &Array<Vector<f32, N>>,
     site: &[Vector<f32, N>],
     sums: &mut CubeSum,
+    to: &mut [f32],
+    row: usize,
     vectors: usize,
     inv_d_model: f32,
     eps: f32,
@@ -354,26 +369,54 @@ pub(crate) fn mixing_gates<N: Size>(
                 let own = merged[comptime!(j * columns + c)];
                 if column < vectors {
                     dot += site[(2 * k + j) * vectors + column] * own;
-                }
-                if comptime!(k == 0) {
-                    squares += own * own;
+                    if comptime!(k == 0) {
+                        squares += own * own;
+                    }
                 }
             }
         }
         sum[k] = lane_sum(dot);
     }
     sum[4] = lane_sum(squares);
-    sums.sum(&mut sum);
 
-    let norm = inverse_rms(sum[4], 0.5f32 * inv_d_model, eps);
-    let scale_alpha = site_scalar::<N>(site, vectors, GATES);
-    let scale_beta = site_scalar::<N>(site, vectors, comptime!(GATES + 1));
+    // One unit makes a gate. Its scalars come before the barrier, past which no load is moved.
+    let units = comptime!(config.units);
+    let unit = UNIT_POS_X as usize;
+    let rounds = comptime!(4usize.div_ceil(units));
+    let mut scales = Array::<f32>::new(rounds);
+    let mut biases = Array::<f32>::new(rounds);
+    #[unroll]
+    for round in 0..rounds {
+        scales[round] = f32::new(0.0);
+        biases[round] = f32::new(0.0);
+    }
+    #[unroll]
+    for k in 0usize..4 {
+        let round = comptime!(k / units);
+        if unit == comptime!(k % units) {
+            scales[round] = site_scalar::<N>(site, vectors, comptime!(GATES + k / 2));
+            biases[round] = site_scalar::<N>(site, vectors, k);
+        }
+    }
+    sums.gather(&mut sum);
+    #[unroll]
+    for round in 0..rounds {
+        let k = round * units + unit;
+        if k < 4 {
+            let norm = inverse_rms(sums.total(4), 0.5f32 * inv_d_model, eps);
+            let mut gate = sigmoid(scales[round] * norm * sums.total(k) + biases[round]);
+            if k >= BETA {
+                gate *= 2.0f32;
+            }
+            to[row + k] = gate;
+            sums.publish(k, gate);
+        }
+    }
+    sync_cube();
     let mut gates = Array::<f32>::new(4usize);
     #[unroll]
-    for k in 0usize..2 {
-        let (alpha, beta) = (comptime!(ALPHA + k), comptime!(BETA + k));
-        gates[alpha] = sigmoid(scale_alpha * norm * sum[alpha] + site_scalar::<N>(site, vectors, alpha));
-        gates[beta] = 2.0f32 * sigmoid(scale_beta * norm * sum[beta] + site_scalar::<N>(site, vectors, beta));
+    for k in 0usize..4 {
+        gates[k] = sums.published(k);
     }
     gates
 }
@@ -414,19 +457,18 @@ pub(crate) fn normalised<N: Size>(
     #[unroll]
     for c in 0..columns {
         let column = c * comptime!(config.units) + UNIT_POS_X as usize;
-        squares += input[c] * input[c];
         normalised[c] = Vector::new(0.0f32);
         if column < vectors {
+            squares += input[c] * input[c];
             normalised[c] = gain[start + column];
         }
     }
     let mut sum = Array::<f32>::new(1usize);
     sum[0] = lane_sum(squares);
-    sums.sum(&mut sum);
-    let norm = inverse_rms(sum[0], inv_d_model, eps);
+    sums.inverse_rms(&mut sum, inv_d_model, eps);
     #[unroll]
     for c in 0..columns {
-        normalised[c] *= Vector::new(norm) * input[c];
+        normalised[c] *= Vector::new(sum[0]) * input[c];
     }
     normalised
 }
@@ -507,42 +549,71 @@ pub(super) fn partial_sums<N: Size>(
     sum
 }
 
-/// Merges the retrieved state, in place, with the partial one (A.8–A.10), and returns lambda of all streams, then
-/// 1 - lambda. `row`: of `lse`.
+/// The log-sum-exps of the streams whose shares the unit makes, before the sums, past whose barrier no load is moved.
 #[cube]
-#[expect(clippy::too_many_arguments, reason = "everything of one token")]
-pub(super) fn merge<N: Size>(
-    state: &mut Array<Vector<f32, N>>,
-    partial: &Array<Vector<f32, N>>,
-    about: &Array<f32>,
-    lse: &[f32],
-    row: usize,
+pub(super) fn own_lse(lse: &[f32], row: usize, #[comptime] streams: usize, #[comptime] config: Row) -> Array<f32> {
+    let units = comptime!(config.units);
+    let rounds = comptime!(streams.div_ceil(units));
+    let mut own = Array::<f32>::new(rounds);
+    #[unroll]
+    for round in 0..rounds {
+        let j = round * units + UNIT_POS_X as usize;
+        own[round] = f32::new(0.0);
+        if j < streams {
+            own[round] = lse[row + j];
+        }
+    }
+    own
+}
+
+/// Publishes, from `at` on, lambda of all streams, then 1 - lambda (A.8, A.9), by one unit a stream, once
+/// [`partial_sums`] are gathered. `lses`: see [`own_lse`].
+#[cube]
+pub(super) fn publish_shares(
+    sums: &mut CubeSum,
+    #[comptime] at: usize,
+    lses: &Array<f32>,
     inv_d_model: f32,
     eps: f32,
     #[comptime] config: ReadConfig,
-) -> Array<f32> {
+) {
+    let streams = comptime!(config.streams);
+    let units = comptime!(config.row.units);
+    #[unroll]
+    for round in 0..comptime!(streams.div_ceil(units)) {
+        let j = round * units + UNIT_POS_X as usize;
+        if j < streams {
+            let key = key_stream_of(j, comptime!(config.routing));
+            let logit = sums.total(streams + j) * inverse_rms(sums.total(key), inv_d_model, eps); // (A.8)
+            let mut softmax = OnlineSoftmax::empty(1usize);
+            softmax.resume(0usize, lses[round]);
+            let kept = softmax.raise(0usize, logit);
+            let added = softmax.push(0usize, logit);
+            let normaliser = softmax.normaliser_of_two(0usize);
+            sums.publish(at + j, kept * normaliser); // (A.9)
+            sums.publish(at + streams + j, added * normaliser);
+        }
+    }
+}
+
+/// Merges the retrieved state, in place, with the partial one (A.10). `share`: lambda of all streams, then 1 - lambda.
+#[cube]
+pub(super) fn merge<N: Size>(
+    state: &mut Array<Vector<f32, N>>,
+    partial: &Array<Vector<f32, N>>,
+    share: &Array<f32>,
+    #[comptime] config: ReadConfig,
+) {
     let streams = comptime!(config.streams);
     let columns = comptime!(config.row.columns);
-    let mut softmax = OnlineSoftmax::empty(streams);
-    let mut share = Array::<f32>::new(comptime!(2 * streams));
     #[unroll]
     for j in 0..streams {
-        let key = comptime!(config.routing.key_stream(j));
         let from = comptime!(config.routing.value_stream(j));
-        let logit = about[comptime!(streams + j)] * inverse_rms(about[key], inv_d_model, eps); // (A.8)
-        softmax.resume(j, lse[row + j]);
-        let kept = softmax.raise(j, logit);
-        let added = softmax.push(j, logit);
-        let normaliser = softmax.normaliser_of_two(j);
-        let other = comptime!(streams + j);
-        share[j] = kept * normaliser; // (A.9)
-        share[other] = added * normaliser;
         #[unroll]
         for c in 0..columns {
             let k = comptime!(j * columns + c);
             let partial = partial[comptime!(from * columns + c)];
-            state[k] = Vector::new(share[j]) * state[k] + Vector::new(share[other]) * partial; // (A.10)
+            state[k] = Vector::new(share[j]) * state[k] + Vector::new(share[comptime!(streams + j)]) * partial;
         }
     }
-    share
 }

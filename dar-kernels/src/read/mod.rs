@@ -44,6 +44,8 @@
 //!   d_W, d_q, d_gain, d_bias, d_scale: a row a cube, then the sum of the rows, into the parameters' own shapes
 //! ```
 //!
+//! The shares of a merge and the gates of a token are made by one unit each, between the two barriers of a sum.
+//!
 //! The norms are taken of whole pairs of streams; as they are scalars of a token, the products with W need no
 //! normalised copy. Bytes moved, in units of `tokens × d_model` with two streams: five are read and three written
 //! (first branch: two and one); backward eight and five (three and two). The backward reads the retrieved state and the

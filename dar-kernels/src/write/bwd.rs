@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use super::fwd::{choose, inputs};
-use crate::columns::{load, narrowed, store, widened};
+use crate::columns::{inside, load, narrowed, store, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::lane_sum;
@@ -106,8 +106,10 @@ fn write_bwd_kernel<E: Float, N: Size>(
     for c in 0..columns {
         let (d0, d1) = (d[c], d[comptime!(columns + c)]);
         d_y[c] = beta0 * d0 + beta1 * d1;
-        d_beta0 += d0 * y[c];
-        d_beta1 += d1 * y[c];
+        if inside(c, vectors, config) {
+            d_beta0 += d0 * y[c];
+            d_beta1 += d1 * y[c];
+        }
     }
     let mut sum = Array::<f32>::new(2usize);
     sum[0] = lane_sum(d_beta0);

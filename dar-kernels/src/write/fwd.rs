@@ -1,8 +1,8 @@
 use cubecl::prelude::*;
 
-use crate::columns::{load, narrowed, store, widened};
+use crate::columns::{inside, load, narrowed, store, widened};
 use crate::launch::{Held, Row, Tuning, cube_index, cubes};
-use crate::numeric::{inverse_rms, lane_sum};
+use crate::numeric::lane_sum;
 use crate::operand::{Check, F32, Operand};
 use crate::pack::{Key, KeyConfig};
 use crate::reduce::CubeSum;
@@ -249,20 +249,22 @@ fn close_fwd_kernel<E: Float, N: Size>(
         #[unroll]
         for c in 0..columns {
             let own = rounded[comptime!(j * columns + c)];
-            squares[j] += own * own;
+            if inside(c, vectors, config) {
+                squares[j] += own * own;
+            }
         }
     }
-    let mut sum = Array::<f32>::new(streams);
+    let mut norms = Array::<f32>::new(streams);
     #[unroll]
     for j in 0..streams {
-        sum[j] = lane_sum(squares[j]);
+        norms[j] = lane_sum(squares[j]);
     }
-    sums.sum(&mut sum);
+    sums.inverse_rms(&mut norms, inv_d_model, eps);
     store::<E, N>(&stored, value, row, vectors, streams, config);
     if UNIT_POS_X == 0 {
         #[unroll]
         for j in 0..streams {
-            inv_rms[row + j] = inverse_rms(sum[j], inv_d_model, eps);
+            inv_rms[row + j] = norms[j];
         }
     }
     if comptime!(key.is_some()) {
@@ -271,11 +273,10 @@ fn close_fwd_kernel<E: Float, N: Size>(
         #[unroll]
         for j in 0..outputs {
             let from = comptime!(keys.routing.key_stream(j));
-            let norm = inverse_rms(sum[from], inv_d_model, eps);
             let mut normed = Array::<Vector<f32, N>>::new(columns);
             #[unroll]
             for c in 0..columns {
-                normed[c] = Vector::new(norm) * rounded[comptime!(from * columns + c)];
+                normed[c] = Vector::new(norms[from]) * rounded[comptime!(from * columns + c)];
             }
             let row = (entry * tokens + token) * outputs + j;
             store::<E, N>(&narrowed::<E, N>(&normed), key, row, vectors, 1usize, config);
@@ -294,7 +295,7 @@ fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
     gates
 }
 
-/// The columns of all streams of the state after a branch (17), zero past the end: `[streams, columns]`. `gates`:
+/// The columns of all streams of the state after a branch (17): `[streams, columns]`. `gates`:
 /// [`write_gates`], not read without gates.
 #[cube]
 pub(crate) fn written<E: Float, N: Size>(
