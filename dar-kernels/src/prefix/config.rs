@@ -24,9 +24,9 @@ const MOST_ENTRIES: usize = 4;
 /// Logits of a chunk, queries × outputs × entries, which wait in registers beside the accumulators: 48 of them spill.
 const MOST_LOGITS: usize = 32;
 
-/// Accumulators of the forward and logits of a chunk together, unless that is one entry: 96 and 24 spill up to 184 bytes by
-/// CubeCL's LLVM.
-const MOST_ACCUMULATED: usize = 120;
+/// Registers that the forward of more than one entry a chunk may take by its own account: the accumulators and half as many
+/// for the queries on their way to them, the logits and the elements in flight. From 192 on it spills.
+const MOST_REGISTERS: usize = 184;
 
 /// Values of a head that one unit tells the others, forward: the factor of what was accumulated, and the weights of a chunk.
 pub(super) const fn told(chunk: usize) -> usize {
@@ -79,9 +79,11 @@ impl Work {
         let heads = group * outputs;
         let sums = |chunk| more.max(chunk * heads);
         let published = |chunk| more.max(told(chunk) * heads);
-        let accumulated = |chunk| heads * (row.columns * row.lanes + chunk);
+        let columns = row.columns * row.lanes;
+        let in_flight = |chunk| chunk * self.states() * columns * dtype.size() / size_of::<f32>();
+        let registers = |chunk| heads * columns * 3 / 2 + heads * chunk + in_flight(chunk);
         let chunk = self.chunk(row, group, |chunk| {
-            accumulated(chunk) <= MOST_ACCUMULATED && row.fits(client, sums(chunk), published(chunk))
+            registers(chunk) <= MOST_REGISTERS && row.fits(client, sums(chunk), published(chunk))
         });
         let row = row.fit(client, d_model, sums(chunk), published(chunk));
         (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
@@ -118,13 +120,17 @@ impl Work {
         (groups, self.queries.div_ceil(groups))
     }
 
+    /// Rows of an entry that are read.
+    fn states(self) -> usize {
+        self.dims.streams + if self.keyed { self.outputs } else { 0 }
+    }
+
     /// Entries of a chunk: as many as registers and `fits` allow.
     fn chunk(self, row: Row, group: usize, fits: impl Fn(usize) -> bool) -> usize {
-        let Self { dims: Dims { streams, .. }, outputs, keyed, .. } = self;
-        let states = if keyed { streams + outputs } else { streams };
-        let in_flight = states * row.columns * row.lanes;
+        let in_flight = self.states() * row.columns * row.lanes;
         let mut chunk = MOST_ENTRIES;
-        while chunk > 1 && (chunk * in_flight > MOST_IN_FLIGHT || chunk * group * outputs > MOST_LOGITS || !fits(chunk))
+        while chunk > 1
+            && (chunk * in_flight > MOST_IN_FLIGHT || chunk * group * self.outputs > MOST_LOGITS || !fits(chunk))
         {
             chunk /= 2;
         }
