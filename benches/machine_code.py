@@ -7,8 +7,9 @@
 or, of the PTX that CubeCL's LLVM makes, with `--features cuda`, sources/ptx-sm_90a.
 
 CUDA C++ is compiled by NVRTC and ptxas for each architecture, PTX by ptxas for its own, and the machine code is read:
-registers, spills, the widths of loads and stores, and how many loads go out before the first one is waited for. Prints a
-row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
+registers, spills, the widths of loads and stores, and how many loads go out before the first one is waited for. From
+registers and cube size follow the warps that a multiprocessor holds, and from both the bytes that it has in flight. Prints
+a row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
 and with `--check` also if one spills or uses local memory.
 
 The compilers are NVIDIA's, from wheels, and stay in a cache folder.
@@ -31,7 +32,10 @@ WHEELS = [f"nvidia-cuda-{part}=={VERSION}" for part in ("nvrtc", "nvcc", "runtim
 WHEELS.append("nvidia-cuda-cccl==13.3.5.0.6")
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / f"dar-cuda-{VERSION}"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a"]
-FIELDS = "file architecture registers stack spilled local load store in_flight instructions".split()
+FIELDS = "file architecture registers warps stack spilled local load store in_flight kib_in_flight instructions".split()
+# Of a multiprocessor, on each of them.
+REGISTERS, WARPS, CUBES = 65536, 64, 32
+
 
 
 def root():
@@ -116,6 +120,13 @@ def in_flight(instructions):
     return most
 
 
+def resident(registers, units):
+    """Warps on a multiprocessor that holds as many cubes as registers, warps and slots allow."""
+    warps = -(-units // 32)
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256 * warps)  # 256 registers at a time
+    return warps * min(by_registers, WARPS // warps, CUBES)
+
+
 def takes(path, architecture):
     """Whether a source is for an architecture: PTX names its own."""
     return path.suffix != ".ptx" or f".target {architecture}\n" in path.read_text()
@@ -137,17 +148,22 @@ def report(path, architecture, folder):
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return row | {"error": getattr(error, "stderr", None) or str(error)}
     total = lambda pattern: sum(map(int, re.findall(pattern, said)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
+    warps = resident(registers, int(re.search(r"\.(?:max|req)ntid\s+(\d+)", ptx)[1]))
     instructions = list(parse(listing))
+    loads = in_flight(instructions)
     count = collections.Counter(instruction[0] for instruction in instructions if instruction)
     of = lambda *kinds: [operation for operation in count if operation.startswith(kinds)]
     return row | {
-        "registers": max(map(int, re.findall(r"Used (\d+) registers", said))),
+        "registers": registers,
+        "warps": warps,
         "stack": total(r"(\d+) bytes stack frame"),
         "spilled": total(r"(\d+) bytes spill stores"),
         "local": sum(count[operation] for operation in of("LDL", "STL")),
-        "load": max(map(width, of("LDG")), default=0),
+        "load": (load := max(map(width, of("LDG")), default=0)),
         "store": max(map(width, of("STG")), default=0),
-        "in_flight": in_flight(instructions),
+        "in_flight": loads,
+        "kib_in_flight": warps * loads * 32 * load // 8 // 1024,
         "instructions": sum(number for operation, number in count.items() if operation != "NOP"),
     }
 
@@ -158,12 +174,13 @@ def table(rows):
     for row in rows:
         kernels[row["file"].split("-")[0]].append(row)
     span = lambda values: f"{min(values)}" if min(values) == max(values) else f"{min(values)}–{max(values)}"
-    lines = ["| kernel | variants | registers | spilled bytes | load bits | store bits | loads in flight |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|")
+    head = "kernel|variants|registers|warps|spilled bytes|load bits|store bits|loads in flight|KiB in flight".split("|")
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for kernel, rows in sorted(kernels.items()):
         column = lambda name: [row[name] for row in rows]
         spilled = [row["spilled"] + row["stack"] for row in rows]
-        columns = [column("registers"), spilled, column("load"), column("store"), column("in_flight")]
+        columns = [column("registers"), column("warps"), spilled, column("load"), column("store"), column("in_flight")]
+        columns.append(column("kib_in_flight"))
         cells = [len(set(column("file"))), *map(span, columns)]
         lines.append(f"| `{kernel}` | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

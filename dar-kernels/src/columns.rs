@@ -2,9 +2,10 @@
 //!
 //! All loads come before what is made of them, so that they are in flight together.
 
+use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 
-use crate::launch::Row;
+use crate::launch::{MOST_LANES, Row};
 
 /// Whether a column of the unit is one of the row. All but a unit's last are.
 #[cube]
@@ -41,8 +42,8 @@ pub(crate) fn load<E: Float, N: Size>(
     loaded
 }
 
-/// What was loaded before, from the cache: over the sums between it would take registers that others then lack. Its guards
-/// keep a compiler from taking it for the same. Zero past the end.
+/// What was loaded before, from the cache, in the type of arithmetic: over the sums between it would take registers that
+/// others then lack. Its guards keep a compiler from taking it for the same. Zero past the end.
 #[cube]
 pub(crate) fn reload<E: Float, N: Size>(
     from: &[Vector<E, N>],
@@ -50,18 +51,18 @@ pub(crate) fn reload<E: Float, N: Size>(
     vectors: usize,
     #[comptime] rows: usize,
     #[comptime] config: Row,
-) -> Array<Vector<E, N>> {
+) -> Array<Vector<f32, N>> {
     let columns = comptime!(config.columns);
-    let mut loaded = Array::<Vector<E, N>>::new(comptime!(rows * columns));
+    let mut loaded = Array::<Vector<f32, N>>::new(comptime!(rows * columns));
     #[unroll]
     for j in 0..rows {
         #[unroll]
         for c in 0..columns {
             let column = c * comptime!(config.units) + UNIT_POS_X as usize;
             let k = comptime!(j * columns + c);
-            loaded[k] = Vector::new(E::from_int(0));
+            loaded[k] = Vector::new(0.0f32);
             if column < vectors {
-                loaded[k] = from[(row + j) * vectors + column];
+                loaded[k] = widen(from[(row + j) * vectors + column]);
             }
         }
     }
@@ -98,9 +99,38 @@ pub(crate) fn widened<E: Float, N: Size>(stored: &Array<Vector<E, N>>) -> Array<
     let mut widened = Array::<Vector<f32, N>>::new(stored.len());
     #[unroll]
     for k in 0..stored.len() {
-        widened[k] = Vector::cast_from(stored[k]);
+        widened[k] = widen(stored[k]);
     }
     widened
+}
+
+/// One vector of [`widened`]. A bf16 is the upper half of its f32: a shift and a mask make two of a word. A compiler's own
+/// conversion first moves the upper one to another register, and keeps it there. Only where a vector is one load of 16
+/// bytes, which a runtime with fewer lanes would have to take apart.
+#[cube]
+pub(crate) fn widen<E: Float, N: Size>(stored: Vector<E, N>) -> Vector<f32, N> {
+    let lanes = N::value().comptime();
+    let bf16 = is_bf16::<E>();
+    if comptime!(bf16 && lanes == MOST_LANES) {
+        let size!(Words) = comptime!(lanes / 2);
+        let words = Vector::<u32, Words>::reinterpret(stored);
+        let mut wide = Vector::<f32, N>::new(0.0f32);
+        #[unroll]
+        for k in 0..comptime!(lanes / 2) {
+            let word = words.extract(k);
+            wide.insert(comptime!(2 * k), f32::reinterpret(word << 16));
+            wide.insert(comptime!(2 * k + 1), f32::reinterpret(word & 0xffff_0000));
+        }
+        wide
+    } else {
+        Vector::cast_from(stored)
+    }
+}
+
+/// Whether a type of storage is bf16.
+#[cube]
+fn is_bf16<E: Float>() -> comptime_type!(bool) {
+    intrinsic!(|scope| E::elem_type(scope) == ElemType::Float(FloatKind::BF16))
 }
 
 /// From the type of arithmetic to that of storage.

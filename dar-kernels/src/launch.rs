@@ -21,7 +21,7 @@ const CPU_COLUMNS: usize = 4;
 const IN_FLIGHT: usize = 4;
 
 /// The widest vector: the eight scalars of a site are whole vectors.
-const MOST_LANES: usize = 8;
+pub(crate) const MOST_LANES: usize = 8;
 
 static LAUNCHES: AtomicU64 = AtomicU64::new(0);
 
@@ -123,19 +123,19 @@ fn runs_on_cpu(client: &Client) -> bool {
     hardware.num_cpu_cores.is_some() || (hidden && one_size && hardware.plane_size_max <= MOST_CPU_LANES)
 }
 
-/// The cubes of one launch, which is counted by asking for them: `count` over x and y, past the limit of one axis, and
-/// `groups` over z. Kernels find theirs with [`cube_index`] and stop past `count`.
-pub(crate) fn cubes(client: &Client, count: usize, groups: usize) -> CubeCount {
+/// The cubes of one launch, which is counted by asking for them: `count` over x, and past the limit of that axis over y.
+/// Kernels find theirs with [`cube_index`] and stop past `count`.
+pub(crate) fn cubes(client: &Client, count: usize) -> CubeCount {
     LAUNCHES.fetch_add(1, Ordering::Relaxed);
     let x = count.min(client.properties().hardware.max_cube_count.0 as usize);
-    CubeCount::Static(x as u32, count.div_ceil(x) as u32, groups as u32)
+    CubeCount::Static(x as u32, count.div_ceil(x) as u32, 1)
 }
 
 /// The cubes of one launch with a unit for each of `count` elements, and their size, which is `units` where the device
 /// has so many. Kernels find theirs with [`element_index`] and stop past `count`.
 pub(crate) fn elements(client: &Client, count: usize, units: usize) -> (CubeCount, CubeDim) {
     let units = units.min(client.properties().hardware.max_units_per_cube as usize);
-    (cubes(client, count.div_ceil(units), 1), CubeDim::new_1d(units as u32))
+    (cubes(client, count.div_ceil(units)), CubeDim::new_1d(units as u32))
 }
 
 /// The index of this cube over x and y.

@@ -2,7 +2,7 @@ use cubecl::prelude::*;
 
 use crate::columns::{inside, load, narrowed, store, widened};
 use crate::launch::{Held, Row, Tuning, cube_index, cubes};
-use crate::numeric::lane_sum;
+use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::{Dims, KernelError, Routing};
@@ -102,7 +102,7 @@ pub fn pack_fwd(client: &Client, operands: PackFwd, tuning: Tuning) -> Result<()
     let row = Row::choose(client, state.dtype, d_model, HELD, tuning);
     pack_fwd_kernel::launch(
         client,
-        cubes(client, tokens * streams, 1),
+        cubes(client, tokens * streams),
         row.cube_dim(),
         address,
         row.lanes,
@@ -149,7 +149,7 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     let packed = entry * rows + row;
     let source = row / sharing;
     let mut sums = CubeSum::new(1usize, config);
-    let mut squares = Vector::<f32, N>::new(0.0f32);
+    let mut squares = f32::new(0.0);
     let columns = comptime!(config.columns);
     let stored = load::<E, N>(state, source, vectors, 1usize, config);
     store::<E, N>(&stored, value, packed, vectors, 1usize, config);
@@ -157,11 +157,11 @@ fn pack_fwd_kernel<E: Float, N: Size>(
     #[unroll]
     for c in 0..columns {
         if inside(c, vectors, config) {
-            squares += x[c] * x[c];
+            squares = add_dot(squares, x[c], x[c]);
         }
     }
     let mut sum = Array::<f32>::new(1usize);
-    sum[0] = lane_sum(squares);
+    sum[0] = squares;
     sums.inverse_rms(&mut sum, inv_d_model, eps);
     let norm = sum[0];
     if UNIT_POS_X == 0 {

@@ -1,10 +1,10 @@
 use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, TOLD_BACKWARD, Work};
-use crate::columns::{clamped, inside};
+use crate::columns::{clamped, inside, widen};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes, element_index, elements};
-use crate::numeric::lane_sum;
+use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::rows::{Rows, rows};
@@ -103,7 +103,7 @@ pub fn prefix_bwd_history(
     let lanes = config.row.lanes;
     prefix_bwd_kernel_history::launch(
         client,
-        cubes(client, tokens, 1),
+        cubes(client, tokens),
         config.row.cube_dim(),
         address,
         lanes,
@@ -182,7 +182,7 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
             by_value[k] = Vector::new(0.0f32);
             by_key[k] = Vector::new(0.0f32);
             let column = clamped(c, vectors, comptime!(config.row));
-            values[k] = Vector::cast_from(value[(packed + j) * vectors + column]);
+            values[k] = widen(value[(packed + j) * vectors + column]);
         }
     }
 
@@ -215,16 +215,16 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
                 let from = comptime!(config.routing.value_stream(j));
                 // Past the last read the last one again, whose sum is not taken.
                 let row = (min(start + s, last - 1) * tokens + token) * outputs + j;
-                let mut dot = Vector::<f32, N>::new(0.0f32);
+                let mut dot = f32::new(0.0);
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!(head * columns + c);
                     gradients[k] = d_state[row * vectors + clamped(c, vectors, comptime!(config.row))];
                     if inside(c, vectors, comptime!(config.row)) {
-                        dot += Vector::cast_from(gradients[k]) * values[comptime!(from * columns + c)];
+                        dot = add_dot(dot, widen(gradients[k]), values[comptime!(from * columns + c)]);
                     }
                 }
-                dots[head] = lane_sum(dot); // c = <d_state, value>
+                dots[head] = dot; // c = <d_state, value>
             }
         }
         sums.gather(&mut dots);
@@ -260,7 +260,7 @@ fn prefix_bwd_kernel_history<E: Float, N: Size>(
                     for c in 0..columns {
                         let column = c * units + unit;
                         by_value[comptime!(from * columns + c)] +=
-                            Vector::new(p) * Vector::cast_from(gradients[comptime!(head * columns + c)]);
+                            Vector::new(p) * widen(gradients[comptime!(head * columns + c)]);
                         if column < vectors {
                             by_key[comptime!(key * columns + c)] +=
                                 Vector::new(d) * query[((start + s) * outputs + j) * vectors + column];
@@ -411,12 +411,11 @@ pub fn prefix_bwd_query(client: &Client, operands: PrefixBwdQuery, routing: Rout
         outputs,
     );
 
-    let (groups, config) =
-        Work { dims, dtype: value.dtype, outputs, queries, routing, keyed: false }.choose_query(client);
+    let config = Work { dims, dtype: value.dtype, outputs, queries, routing, keyed: false }.choose_query(client);
     let lanes = config.row.lanes;
     prefix_bwd_kernel_query::launch(
         client,
-        cubes(client, rows, groups),
+        cubes(client, rows * config.groups),
         config.row.cube_dim(),
         address,
         lanes,
@@ -493,7 +492,8 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
     #[comptime] config: PrefixConfig,
     #[define(E)] _value_dtype: ElemType,
 ) {
-    let row = cube_index();
+    let cube = cube_index();
+    let row = cube / comptime!(config.groups);
     if row >= rows {
         terminate!();
     }
@@ -505,7 +505,7 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
     let columns = comptime!(config.row.columns);
     let units = comptime!(config.row.units);
     let unit = UNIT_POS_X as usize;
-    let begin = first + CUBE_POS_Z as usize * group; // the read of head 0
+    let begin = first + cube % comptime!(config.groups) * group; // the read of head 0
 
     let mut sums = Array::<Vector<f32, N>>::new(comptime!(heads * columns));
     #[unroll]
@@ -562,7 +562,7 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
                 #[unroll]
                 for c in 0..columns {
                     let k = comptime!(j * columns + c);
-                    let x = Vector::<f32, N>::cast_from(values[comptime!((i * streams + j) * columns + c)]);
+                    let x = widen(values[comptime!((i * streams + j) * columns + c)]);
                     keys[k] = Vector::new(scales[comptime!(i * streams + j)]) * x;
                 }
             }

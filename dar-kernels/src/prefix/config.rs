@@ -5,7 +5,7 @@ use crate::reduce::Reduction;
 use crate::{Dims, Routing};
 
 /// Queries × outputs of one pass: with 8 lanes each takes 8 registers a column, so 16 fill half of what a unit has.
-/// More queries read the history once more, mostly from the cache.
+/// More queries read the history once more, from the cache.
 const MOST_HEADS: usize = 16;
 
 /// Queries × outputs of one step of the backward by entry, whose gradients are held at once.
@@ -52,6 +52,8 @@ pub(crate) struct PrefixConfig {
     pub(crate) routing: Routing,
     /// Queries a pass.
     pub(crate) group: usize,
+    /// Groups of queries, whose cubes lie side by side, so that all but one read what they share from the cache.
+    pub(crate) groups: usize,
     /// Entries a chunk.
     pub(crate) chunk: usize,
     pub(crate) row: Row,
@@ -70,9 +72,8 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    /// How many groups of queries there are, and the kernel for one, which makes up to `more` sums at a time beside
-    /// those of the logits.
-    pub(crate) fn choose(self, client: &Client, tuning: Tuning, more: usize) -> (usize, PrefixConfig) {
+    /// The forward, which makes up to `more` sums at a time beside those of the logits.
+    pub(crate) fn choose(self, client: &Client, tuning: Tuning, more: usize) -> PrefixConfig {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, routing, .. } = self;
         let (groups, group) = self.groups();
         let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
@@ -86,7 +87,7 @@ impl Work {
             registers(chunk) <= MOST_REGISTERS && row.fits(client, sums(chunk), published(chunk))
         });
         let row = row.fit(client, d_model, sums(chunk), published(chunk));
-        (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
+        PrefixConfig { streams, outputs, routing, group, groups, chunk, row }
     }
 
     /// The backward by entry: what a unit keeps is three arrays of the entry's columns beside one pass of queries.
@@ -101,17 +102,17 @@ impl Work {
             heads,
             heads * TOLD_BACKWARD,
         );
-        PrefixConfig { streams, outputs, routing, group, chunk: 1, row }
+        PrefixConfig { streams, outputs, routing, group, groups: 1, chunk: 1, row }
     }
 
     /// The first stage of the queries' gradient: one accumulator a query, output and column, and no sum over the cube.
-    pub(crate) fn choose_query(self, client: &Client) -> (usize, PrefixConfig) {
+    pub(crate) fn choose_query(self, client: &Client) -> PrefixConfig {
         let Self { dims: Dims { streams, d_model, .. }, dtype, outputs, routing, .. } = self;
         let (groups, group) = self.groups();
         let tuning = Tuning { reduction: Some(Reduction::Shared) }; // none, which takes no units at least
         let row = Row::choose(client, dtype, d_model, held(group * outputs), tuning);
         let chunk = self.chunk(row, group, |_| true);
-        (groups, PrefixConfig { streams, outputs, routing, group, chunk, row })
+        PrefixConfig { streams, outputs, routing, group, groups, chunk, row }
     }
 
     /// How many groups of queries there are, and queries of a group.

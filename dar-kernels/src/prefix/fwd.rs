@@ -1,9 +1,9 @@
 use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, Work, told};
-use crate::columns::{clamped, narrowed, store};
+use crate::columns::{clamped, narrowed, store, widen};
 use crate::launch::{Tuning, cube_index, cubes};
-use crate::numeric::lane_sum;
+use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
 use crate::read::{check_packed, gates_and_gain, mixed, mixing_gates, normalised, sum_of_streams};
 use crate::reduce::CubeSum;
@@ -133,14 +133,14 @@ pub fn prefix_fwd(client: &Client, operands: PrefixFwd, routing: Routing, tuning
     }
 
     let work = Work { dims, dtype: value.dtype, outputs, queries: count, routing, keyed: key.is_some() };
-    let (groups, config) = work.choose(client, tuning, mix.map_or(0, |_| SUMS_OF_MIX));
+    let config = work.choose(client, tuning, mix.map_or(0, |_| SUMS_OF_MIX));
     let gate = mix.and_then(|mix| mix.site.and(mix.gate));
     let norm = mix.and_then(|mix| mix.norm);
     let (site, gain) = mix.map_or((None, None), |mix| gates_and_gain(mix.site, mix.gate));
     let lanes = config.row.lanes;
     prefix_fwd_kernel::launch(
         client,
-        cubes(client, tokens, groups),
+        cubes(client, tokens * config.groups),
         config.row.cube_dim(),
         address,
         lanes,
@@ -202,7 +202,8 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     #[comptime] config: PrefixConfig,
     #[define(E)] _value_dtype: ElemType,
 ) {
-    let token = cube_index();
+    let cube = cube_index();
+    let token = cube / comptime!(config.groups);
     if token >= tokens {
         terminate!();
     }
@@ -214,7 +215,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     let columns = comptime!(config.row.columns);
     let units = comptime!(config.row.units);
     let unit = UNIT_POS_X as usize;
-    let begin = CUBE_POS_Z as usize * group; // of the `count` queries, that of head 0
+    let begin = cube % comptime!(config.groups) * group; // of the `count` queries, that of head 0
 
     let keyed = comptime!(key.is_some());
     let mixing = comptime!(input.is_some());
@@ -281,13 +282,12 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 #[unroll]
                 for round in 0..rounds {
                     let head = round * units + unit;
-                    let key = key_stream_of(head % outputs, comptime!(config.routing));
-                    #[unroll]
-                    for r in 0..chunk {
-                        let k = comptime!(round * chunk + r);
-                        scales[k] = f32::new(0.0);
-                        if start + r < entries && head < heads {
-                            scales[k] = inv_rms[((start + r) * tokens + token) * streams + key];
+                    if head < heads {
+                        let key = key_stream_of(head % outputs, comptime!(config.routing));
+                        #[unroll]
+                        for r in 0..chunk {
+                            let entry = min(start + r, entries - 1);
+                            scales[comptime!(round * chunk + r)] = inv_rms[(entry * tokens + token) * streams + key];
                         }
                     }
                 }
@@ -313,17 +313,17 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                 let key = comptime!(config.routing.key_stream(j));
                 #[unroll]
                 for r in 0..chunk {
-                    let mut dot = Vector::<f32, N>::new(0.0f32);
+                    let mut dot = f32::new(0.0);
                     #[unroll]
                     for c in 0..columns {
                         if comptime!(keyed) {
-                            dot += queries[c] * Vector::cast_from(keys[comptime!((r * outputs + j) * columns + c)]);
+                            dot = add_dot(dot, queries[c], widen(keys[comptime!((r * outputs + j) * columns + c)]));
                         } else {
                             let k = comptime!((r * streams + key) * columns + c);
-                            dot += queries[c] * Vector::cast_from(values[k]);
+                            dot = add_dot(dot, queries[c], widen(values[k]));
                         }
                     }
-                    logits[comptime!((r * group + s) * outputs + j)] = lane_sum(dot);
+                    logits[comptime!((r * group + s) * outputs + j)] = dot;
                 }
             }
         }
@@ -396,7 +396,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     for c in 0..columns {
                         let k = comptime!(head * columns + c);
                         let from = comptime!((r * streams + from) * columns + c);
-                        retrieved[k] += Vector::new(weight) * Vector::cast_from(values[from]);
+                        retrieved[k] += Vector::new(weight) * widen(values[from]);
                     }
                 }
             }
@@ -423,7 +423,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     }
 
     // The first query is of the first group.
-    if comptime!(mixing) && CUBE_POS_Z == 0 {
+    if comptime!(mixing) && begin == 0 {
         let input = input.as_mut().unwrap().slice_mut(0, tokens * vectors);
         let mut merged = Array::<Vector<f32, N>>::new(comptime!(outputs * columns));
         #[unroll]

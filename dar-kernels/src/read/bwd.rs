@@ -2,10 +2,10 @@ use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
 use super::fwd::{Inputs, gates_and_gain, inputs, merge, mixed, own_lse, partial_sums, publish_shares, sum_of_streams};
-use crate::columns::{inside, load, narrowed, reload, store, widened};
+use crate::columns::{inside, load, narrowed, reload, store, widen, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
-use crate::numeric::{inverse_rms, lane_sum};
+use crate::numeric::{add_dot, inverse_rms};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::rows::{Rows, rows};
@@ -148,7 +148,7 @@ pub fn read_bwd(client: &Client, operands: ReadBwd, routing: Routing, tuning: Tu
     let gated = gate.filter(|_| site.is_some() || open.is_some());
     read_bwd_kernel::launch(
         client,
-        cubes(client, cubes_of_tokens, 1),
+        cubes(client, cubes_of_tokens),
         config.row.cube_dim(),
         address,
         lanes,
@@ -316,16 +316,16 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 let query = query.unwrap();
                 about = partial_sums::<N>(&open, query, &site, read, vectors, more, config);
                 if comptime!(transported) {
-                    let mut d_rho = Vector::<f32, N>::new(0.0f32);
+                    let mut d_rho = f32::new(0.0);
                     #[unroll]
                     for c in 0..columns {
                         let other = comptime!(columns + c);
                         if inside(c, vectors, comptime!(config.row)) {
-                            let gap = Vector::<f32, N>::cast_from(after[c]) - Vector::cast_from(after[other]);
-                            d_rho += gap * (open[c] - open[other]);
+                            let gap = widen(after[c]) - widen(after[other]);
+                            d_rho = add_dot(d_rho, gap, open[c] - open[other]);
                         }
                     }
-                    about[5] = lane_sum(d_rho);
+                    about[5] = d_rho;
                 }
                 let lses = own_lse(lse.unwrap(), own * streams, streams, comptime!(config.row));
                 sums.gather(&mut about);
@@ -351,21 +351,21 @@ fn read_bwd_kernel<E: Float, N: Size>(
             ComptimeOption::Some(gain) => {
                 let inputs = sum_of_streams::<N>(&merged, streams, comptime!(config.row));
                 let mut d_normed = Array::<Vector<f32, N>>::new(columns);
-                let mut squares = Vector::<f32, N>::new(0.0f32);
-                let mut along = Vector::<f32, N>::new(0.0f32);
+                let mut squares = f32::new(0.0);
+                let mut along = f32::new(0.0);
                 #[unroll]
                 for c in 0..columns {
                     let column = c * units + unit;
                     d_normed[c] = d_inputs[c];
                     if column < vectors {
                         d_inputs[c] *= gain[column];
-                        squares += inputs[c] * inputs[c];
-                        along += d_inputs[c] * inputs[c];
+                        squares = add_dot(squares, inputs[c], inputs[c]);
+                        along = add_dot(along, d_inputs[c], inputs[c]);
                     }
                 }
                 let mut sum = Array::<f32>::new(2usize);
-                sum[0] = lane_sum(squares);
-                sum[1] = lane_sum(along);
+                sum[0] = squares;
+                sum[1] = along;
                 sums.sum(&mut sum);
                 let norm = inverse_rms(sum[0], inv_d_model, norm_eps);
                 let back = norm * norm * norm * sum[1] * inv_d_model;
@@ -394,61 +394,65 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 if comptime!(normed) {
                     let inputs = mixed::<N>(&merged, &alpha, comptime!(config.row)); // u
                     let start = site_gain::<N>(vectors);
-                    let mut squares = Vector::<f32, N>::new(0.0f32);
-                    let mut along = Vector::<f32, N>::new(0.0f32);
+                    let mut squares = f32::new(0.0);
+                    let mut along = f32::new(0.0);
                     #[unroll]
                     for c in 0..columns {
                         let column = c * units + unit;
                         d_normed[c] = d_inputs[c];
                         if column < vectors {
                             d_inputs[c] *= site[start + column];
-                            squares += inputs[c] * inputs[c];
-                            along += d_inputs[c] * inputs[c];
+                            squares = add_dot(squares, inputs[c], inputs[c]);
+                            along = add_dot(along, d_inputs[c], inputs[c]);
                         }
                     }
-                    sum[7] = lane_sum(squares);
-                    sum[8] = lane_sum(along);
+                    sum[7] = squares;
+                    sum[8] = along;
                     #[unroll]
                     for j in 0usize..2 {
-                        let mut dot = Vector::<f32, N>::new(0.0f32);
+                        let mut dot = f32::new(0.0);
                         #[unroll]
                         for c in 0..columns {
                             if inside(c, vectors, comptime!(config.row)) {
-                                dot += inputs[c] * merged[comptime!(j * columns + c)];
+                                dot = add_dot(dot, inputs[c], merged[comptime!(j * columns + c)]);
                             }
                         }
-                        sum[j + 9] = lane_sum(dot);
+                        sum[j + 9] = dot;
                     }
                 }
-                let mut squares = Vector::<f32, N>::new(0.0f32);
+                let mut squares = f32::new(0.0);
                 #[unroll]
                 for j in 0usize..2 {
-                    let mut dot = Vector::<f32, N>::new(0.0f32);
+                    let mut dot = f32::new(0.0);
                     #[unroll]
                     for c in 0..columns {
                         let h = merged[comptime!(j * columns + c)];
                         if inside(c, vectors, comptime!(config.row)) {
-                            squares += h * h;
-                            dot += d_inputs[c] * h;
+                            squares = add_dot(squares, h, h);
+                            dot = add_dot(dot, d_inputs[c], h);
                         }
                     }
-                    sum[j + 5] = lane_sum(dot);
+                    sum[j + 5] = dot;
                 }
-                sum[4] = lane_sum(squares);
+                sum[4] = squares;
                 #[unroll]
                 for k in 0usize..4 {
-                    let mut dot = Vector::<f32, N>::new(0.0f32);
+                    let mut dot = f32::new(0.0);
                     #[unroll]
                     for j in 0usize..2 {
                         #[unroll]
                         for c in 0..columns {
                             let column = c * units + unit;
                             if column < vectors {
-                                dot += site[(2 * k + j) * vectors + column] * merged[comptime!(j * columns + c)];
+                                dot = add_dot(
+                                    dot,
+                                    site[(2 * k + j) * vectors + column],
+                                    merged[comptime!(j * columns + c)],
+                                );
                             }
                         }
                     }
-                    sum[k] = lane_sum(dot);
+                    sum[k] = dot;
                 }
                 sums.sum(&mut sum);
 
@@ -528,7 +532,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
         }
 
         // With a merge the retrieved state again.
-        let mut retrieved = Array::<Vector<E, N>>::new(comptime!(streams * columns));
+        let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
         if comptime!(opened) {
             let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
             retrieved = reload::<E, N>(states, at, vectors, streams, comptime!(config.row));
@@ -540,8 +544,8 @@ fn read_bwd_kernel<E: Float, N: Size>(
         #[unroll]
         for j in 0..streams {
             let from = comptime!(config.routing.value_stream(j));
-            let mut dot = Vector::<f32, N>::new(0.0f32);
-            let mut gap = Vector::<f32, N>::new(0.0f32);
+            let mut dot = f32::new(0.0);
+            let mut gap = f32::new(0.0);
             #[unroll]
             for c in 0..columns {
                 let column = c * units + unit;
@@ -549,21 +553,21 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 let mut hist = merged[k];
                 let mut d = d_merged[k];
                 if comptime!(opened) {
-                    hist = Vector::cast_from(retrieved[k]);
+                    hist = retrieved[k];
                     d *= Vector::new(share[j]);
                 }
                 let stored = Vector::<E, N>::cast_from(d);
                 if inside(c, vectors, comptime!(config.row)) {
-                    dot += Vector::cast_from(stored) * hist;
+                    dot = add_dot(dot, widen(stored), hist);
                     if comptime!(opened) {
-                        gap += d_merged[k] * (hist - open[comptime!(from * columns + c)]);
+                        gap = add_dot(gap, d_merged[k], hist - open[comptime!(from * columns + c)]);
                     }
                     state[(at + j) * vectors + column] = stored;
                 }
             }
-            inner[j] = lane_sum(dot);
+            inner[j] = dot;
             if comptime!(opened) {
-                inner[comptime!(streams + j)] = lane_sum(gap);
+                inner[comptime!(streams + j)] = gap;
             }
         }
         sums.sum(&mut inner);
@@ -593,8 +597,7 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 }
                 if comptime!(written) {
                     let d_partial = d_partial.as_mut().unwrap().slice(0, tokens * streams * vectors);
-                    let after = reload::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
-                    d_open = widened::<E, N>(&after);
+                    d_open = reload::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
                 }
                 if comptime!(transported) {
                     let gate = gate.unwrap();
@@ -692,14 +695,14 @@ fn read_bwd_kernel<E: Float, N: Size>(
                         let mut d_beta = Array::<f32>::new(streams);
                         #[unroll]
                         for j in 0..streams {
-                            let mut dot = Vector::<f32, N>::new(0.0f32);
+                            let mut dot = f32::new(0.0);
                             #[unroll]
                             for c in 0..columns {
                                 if inside(c, vectors, comptime!(config.row)) {
-                                    dot += d_open[comptime!(j * columns + c)] * outputs[c];
+                                    dot = add_dot(dot, d_open[comptime!(j * columns + c)], outputs[c]);
                                 }
                             }
-                            d_beta[j] = lane_sum(dot);
+                            d_beta[j] = dot;
                         }
                         sums.sum(&mut d_beta);
                         if unit == 0 {

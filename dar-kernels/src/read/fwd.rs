@@ -3,7 +3,7 @@ use cubecl::prelude::*;
 use super::config::{ReadConfig, choose};
 use crate::columns::{load, narrowed, store, widened};
 use crate::launch::{Row, Tuning, cube_index, cubes};
-use crate::numeric::{inverse_rms, lane_sum, sigmoid};
+use crate::numeric::{add_dot, inverse_rms, sigmoid};
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::routing::key_stream_of;
@@ -93,7 +93,7 @@ pub fn read_fwd(client: &Client, operands: ReadFwd, routing: Routing, tuning: Tu
     let (site, gain) = gates_and_gain(site, gate);
     read_fwd_kernel::launch(
         client,
-        cubes(client, tokens, 1),
+        cubes(client, tokens),
         config.row.cube_dim(),
         address,
         lanes,
@@ -357,10 +357,10 @@ pub(crate) fn mixing_gates<N: Size>(
     let columns = comptime!(config.columns);
     // <W, [h0; h1]> of alpha0, alpha1, beta0, beta1, and the squares of [h0; h1].
     let mut sum = Array::<f32>::new(5usize);
-    let mut squares = Vector::<f32, N>::new(0.0f32);
+    let mut squares = f32::new(0.0);
     #[unroll]
     for k in 0usize..4 {
-        let mut dot = Vector::<f32, N>::new(0.0f32);
+        let mut dot = f32::new(0.0);
         #[unroll]
         for j in 0usize..2 {
             #[unroll]
@@ -368,16 +368,16 @@ pub(crate) fn mixing_gates<N: Size>(
                 let column = c * comptime!(config.units) + UNIT_POS_X as usize;
                 let own = merged[comptime!(j * columns + c)];
                 if column < vectors {
-                    dot += site[(2 * k + j) * vectors + column] * own;
+                    dot = add_dot(dot, site[(2 * k + j) * vectors + column], own);
                     if comptime!(k == 0) {
-                        squares += own * own;
+                        squares = add_dot(squares, own, own);
                     }
                 }
             }
         }
-        sum[k] = lane_sum(dot);
+        sum[k] = dot;
     }
-    sum[4] = lane_sum(squares);
+    sum[4] = squares;
 
     // One unit makes a gate. Its scalars come before the barrier, past which no load is moved.
     let units = comptime!(config.units);
@@ -453,18 +453,18 @@ pub(crate) fn normalised<N: Size>(
 ) -> Array<Vector<f32, N>> {
     let columns = comptime!(config.columns);
     let mut normalised = Array::<Vector<f32, N>>::new(columns);
-    let mut squares = Vector::<f32, N>::new(0.0f32);
+    let mut squares = f32::new(0.0);
     #[unroll]
     for c in 0..columns {
         let column = c * comptime!(config.units) + UNIT_POS_X as usize;
         normalised[c] = Vector::new(0.0f32);
         if column < vectors {
-            squares += input[c] * input[c];
+            squares = add_dot(squares, input[c], input[c]);
             normalised[c] = gain[start + column];
         }
     }
     let mut sum = Array::<f32>::new(1usize);
-    sum[0] = lane_sum(squares);
+    sum[0] = squares;
     sums.inverse_rms(&mut sum, inv_d_model, eps);
     #[unroll]
     for c in 0..columns {
@@ -514,35 +514,36 @@ pub(super) fn partial_sums<N: Size>(
     #[unroll]
     for j in 0..streams {
         let key = comptime!(config.routing.key_stream(j));
-        let mut squares = Vector::<f32, N>::new(0.0f32);
-        let mut dot = Vector::<f32, N>::new(0.0f32);
+        let mut squares = f32::new(0.0);
+        let mut dot = f32::new(0.0);
         #[unroll]
         for c in 0..columns {
             let column = c * units + unit;
             if column < vectors {
                 let own = partial[comptime!(j * columns + c)];
-                squares += own * own;
-                dot += query[(read * streams + j) * vectors + column] * partial[comptime!(key * columns + c)];
+                squares = add_dot(squares, own, own);
+                dot =
+                    add_dot(dot, query[(read * streams + j) * vectors + column], partial[comptime!(key * columns + c)]);
             }
         }
-        sum[j] = lane_sum(squares);
-        sum[comptime!(streams + j)] = lane_sum(dot);
+        sum[j] = squares;
+        sum[comptime!(streams + j)] = dot;
     }
     #[comptime]
     match site {
         ComptimeOption::Some(site) => {
-            let mut dot = Vector::<f32, N>::new(0.0f32);
+            let mut dot = f32::new(0.0);
             #[unroll]
             for j in 0..streams {
                 #[unroll]
                 for c in 0..columns {
                     let column = c * units + unit;
                     if column < vectors {
-                        dot += site[(2 * RHO + j) * vectors + column] * partial[comptime!(j * columns + c)];
+                        dot = add_dot(dot, site[(2 * RHO + j) * vectors + column], partial[comptime!(j * columns + c)]);
                     }
                 }
             }
-            sum[comptime!(2 * streams)] = lane_sum(dot);
+            sum[comptime!(2 * streams)] = dot;
         }
         ComptimeOption::None => {}
     }

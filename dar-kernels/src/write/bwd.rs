@@ -4,7 +4,7 @@ use super::fwd::{choose, inputs};
 use crate::columns::{inside, load, narrowed, store, widened};
 use crate::dims::token_gradients;
 use crate::launch::{Row, Tuning, cube_index, cubes};
-use crate::numeric::lane_sum;
+use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
 use crate::reduce::CubeSum;
 use crate::site::{BETA, GATES};
@@ -53,7 +53,7 @@ pub fn write_bwd(client: &Client, operands: WriteBwd, tuning: Tuning) -> Result<
     let row = choose(client, output, 3, 2, tuning);
     write_bwd_kernel::launch(
         client,
-        cubes(client, tokens, 1),
+        cubes(client, tokens),
         row.cube_dim(),
         address,
         row.lanes,
@@ -94,8 +94,8 @@ fn write_bwd_kernel<E: Float, N: Size>(
     let beta1 = Vector::<f32, N>::new(gate[row * GATES + BETA + 1]);
 
     let mut sums = CubeSum::new(2usize, config);
-    let mut d_beta0 = Vector::<f32, N>::new(0.0f32);
-    let mut d_beta1 = Vector::<f32, N>::new(0.0f32);
+    let mut d_beta0 = f32::new(0.0);
+    let mut d_beta1 = f32::new(0.0);
     let columns = comptime!(config.columns);
     let d = load::<E, N>(d_state, 2 * token, vectors, 2usize, config);
     let y = load::<E, N>(output, token, vectors, 1usize, config);
@@ -107,13 +107,13 @@ fn write_bwd_kernel<E: Float, N: Size>(
         let (d0, d1) = (d[c], d[comptime!(columns + c)]);
         d_y[c] = beta0 * d0 + beta1 * d1;
         if inside(c, vectors, config) {
-            d_beta0 += d0 * y[c];
-            d_beta1 += d1 * y[c];
+            d_beta0 = add_dot(d_beta0, d0, y[c]);
+            d_beta1 = add_dot(d_beta1, d1, y[c]);
         }
     }
     let mut sum = Array::<f32>::new(2usize);
-    sum[0] = lane_sum(d_beta0);
-    sum[1] = lane_sum(d_beta1);
+    sum[0] = d_beta0;
+    sum[1] = d_beta1;
     sums.sum(&mut sum);
     store::<E, N>(&narrowed::<E, N>(&d_y), d_output, token, vectors, 1usize, config);
     if UNIT_POS_X == 0 {

@@ -2,7 +2,7 @@ use cubecl::prelude::*;
 
 use crate::columns::{inside, load, narrowed, store, widened};
 use crate::launch::{Held, Row, Tuning, cube_index, cubes};
-use crate::numeric::lane_sum;
+use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
 use crate::pack::{Key, KeyConfig};
 use crate::reduce::CubeSum;
@@ -44,7 +44,7 @@ pub fn write_fwd(client: &Client, operands: WriteFwd) -> Result<(), KernelError>
     let row = choose(client, output, 1 + before.map_or(0, |_| streams), streams, Tuning::default());
     write_fwd_kernel::launch(
         client,
-        cubes(client, tokens, 1),
+        cubes(client, tokens),
         row.cube_dim(),
         address,
         row.lanes,
@@ -115,7 +115,7 @@ pub fn close_fwd(client: &Client, operands: CloseFwd, tuning: Tuning) -> Result<
     let row = choose(client, output, 1 + before.map_or(0, |_| streams), streams, tuning);
     close_fwd_kernel::launch(
         client,
-        cubes(client, tokens, 1),
+        cubes(client, tokens),
         row.cube_dim(),
         address,
         row.lanes,
@@ -235,29 +235,22 @@ fn close_fwd_kernel<E: Float, N: Size>(
         ComptimeOption::None => {}
     }
     let mut sums = CubeSum::new(streams, config);
-    let mut squares = Array::<Vector<f32, N>>::new(streams);
-    #[unroll]
-    for j in 0..streams {
-        squares[j] = Vector::new(0.0f32);
-    }
     let columns = comptime!(config.columns);
     let written = written::<E, N>(before, output, &gates, token, vectors, gated, config);
     let stored = narrowed::<E, N>(&written);
     let rounded = widened::<E, N>(&stored); // the key is the norm of what is stored
+    let mut norms = Array::<f32>::new(streams);
     #[unroll]
     for j in 0..streams {
+        let mut squares = f32::new(0.0);
         #[unroll]
         for c in 0..columns {
             let own = rounded[comptime!(j * columns + c)];
             if inside(c, vectors, config) {
-                squares[j] += own * own;
+                squares = add_dot(squares, own, own);
             }
         }
-    }
-    let mut norms = Array::<f32>::new(streams);
-    #[unroll]
-    for j in 0..streams {
-        norms[j] = lane_sum(squares[j]);
+        norms[j] = squares;
     }
     sums.inverse_rms(&mut norms, inv_d_model, eps);
     store::<E, N>(&stored, value, row, vectors, streams, config);
