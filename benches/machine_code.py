@@ -163,7 +163,7 @@ def report(path, architecture, folder):
         "load": (load := max(map(width, of("LDG")), default=0)),
         "store": max(map(width, of("STG")), default=0),
         "in_flight": loads,
-        "kib_in_flight": warps * loads * 32 * load // 8 // 1024,
+        "kib_in_flight": warps * loads * 32 * min(load, 128) // 8 // 1024,
         "instructions": sum(number for operation, number in count.items() if operation != "NOP"),
     }
 
