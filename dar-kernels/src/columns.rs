@@ -110,7 +110,7 @@ pub(crate) fn widened<E: Float, N: Size>(stored: &Array<Vector<E, N>>) -> Array<
 #[cube]
 pub(crate) fn widen<E: Float, N: Size>(stored: Vector<E, N>) -> Vector<f32, N> {
     let lanes = N::value().comptime();
-    let bf16 = is_bf16::<E>();
+    let bf16 = is_bf16(stored);
     if comptime!(bf16 && lanes == MOST_LANES) {
         let size!(Words) = comptime!(lanes / 2);
         let words = Vector::<u32, Words>::reinterpret(stored);
@@ -127,9 +127,9 @@ pub(crate) fn widen<E: Float, N: Size>(stored: Vector<E, N>) -> Vector<f32, N> {
     }
 }
 
-/// Whether a type of storage is bf16.
+/// Whether the type of storage is bf16.
 #[cube]
-fn is_bf16<E: Float>() -> comptime_type!(bool) {
+fn is_bf16<E: Float, N: Size>(_stored: Vector<E, N>) -> comptime_type!(bool) {
     intrinsic!(|scope| E::elem_type(scope) == ElemType::Float(FloatKind::BF16))
 }
 
