@@ -5,7 +5,7 @@ use crate::reduce::Reduction;
 use crate::{Dims, Routing};
 
 /// Queries × outputs of one pass: with 8 lanes each takes 8 registers a column, so 16 fill half of what a unit has.
-/// More queries read the history once more, from the cache.
+/// More queries read the history once more, mostly from the cache.
 const MOST_HEADS: usize = 16;
 
 /// Queries × outputs of one step of the backward by entry, whose gradients are held at once.
@@ -52,7 +52,7 @@ pub(crate) struct PrefixConfig {
     pub(crate) routing: Routing,
     /// Queries a pass.
     pub(crate) group: usize,
-    /// Groups of queries, whose cubes lie side by side, so that all but one read what they share from the cache.
+    /// Groups of queries, whose cubes lie side by side, so that they can share what they read in the cache.
     pub(crate) groups: usize,
     /// Entries a chunk.
     pub(crate) chunk: usize,
