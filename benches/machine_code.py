@@ -8,8 +8,10 @@ or, of the PTX that CubeCL's LLVM makes, with `--features cuda`, sources/ptx-sm_
 
 CUDA C++ is compiled by NVRTC and ptxas for each architecture, PTX by ptxas for its own, and the machine code is read:
 registers, spills, the widths of loads and stores, and how many loads go out before the first one is waited for. From
-registers and cube size follow the warps that a multiprocessor holds, and from both the bytes that it has in flight. Prints
-a row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
+registers and cube size follow the warps that a multiprocessor holds, and from both the bytes that it has in flight. What
+spills is compiled once more for one cube a multiprocessor: ptxas spills a few registers where one more cube then fits,
+which CubeCL cannot forbid, and what it spills with all registers (`forced`) is what a kernel needs too many of. Prints a
+row a kernel, with the range of its variants; `--csv FILE` has a row a variant. Exits with 1 if a source does not compile,
 and with `--check` also if one spills or uses local memory.
 
 The compilers are NVIDIA's, from wheels, and stay in a cache folder.
@@ -32,10 +34,10 @@ WHEELS = [f"nvidia-cuda-{part}=={VERSION}" for part in ("nvrtc", "nvcc", "runtim
 WHEELS.append("nvidia-cuda-cccl==13.3.5.0.6")
 CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / f"dar-cuda-{VERSION}"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100a"]
-FIELDS = "file architecture registers warps stack spilled local load store in_flight kib_in_flight instructions".split()
+FIELDS = "file architecture registers warps stack spilled forced local load store in_flight kib_in_flight instructions"
+SPILLED = r"(\d+) bytes spill stores"
 # Of a multiprocessor, on each of them.
 REGISTERS, WARPS, CUBES = 65536, 64, 32
-
 
 
 def root():
@@ -132,22 +134,34 @@ def takes(path, architecture):
     return path.suffix != ".ptx" or f".target {architecture}\n" in path.read_text()
 
 
+def assemble(ptx, architecture, folder):
+    """What ptxas says of PTX, and the machine code."""
+    with tempfile.TemporaryDirectory() as work:
+        (source, binary) = (f"{work}/kernel.ptx", f"{work}/kernel.cubin")
+        pathlib.Path(source).write_text(ptx)
+        command = [folder / "bin/ptxas", f"-arch={architecture}", "-v", source, "-o", binary]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [folder / "bin/nvdisasm", "-c", binary]
+        return said, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def total(pattern, said):
+    return sum(map(int, re.findall(pattern, said)))
+
+
 def report(path, architecture, folder):
     """The row of one source on one architecture, or what a compiler says."""
     row = {"file": path.name, "architecture": architecture}
     try:
         text = path.read_text()
         ptx = text if path.suffix == ".ptx" else Nvrtc(folder).ptx(text, architecture)
-        with tempfile.TemporaryDirectory() as work:
-            (source, binary) = (f"{work}/kernel.ptx", f"{work}/kernel.cubin")
-            pathlib.Path(source).write_text(ptx)
-            command = [folder / "bin/ptxas", f"-arch={architecture}", "-v", source, "-o", binary]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            command = [folder / "bin/nvdisasm", "-c", binary]
-            listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        said, listing = assemble(ptx, architecture, folder)
+        forced = spilled = total(SPILLED, said)
+        if spilled:
+            alone = re.sub(r"(\.(?:max|req)ntid[^\n]*\n)", r"\1.minnctapersm 1\n", ptx, count=1)
+            forced = total(SPILLED, assemble(alone, architecture, folder)[0])
     except (RuntimeError, subprocess.CalledProcessError) as error:
         return row | {"error": getattr(error, "stderr", None) or str(error)}
-    total = lambda pattern: sum(map(int, re.findall(pattern, said)))
     registers = max(map(int, re.findall(r"Used (\d+) registers", said)))
     warps = resident(registers, int(re.search(r"\.(?:max|req)ntid\s+(\d+)", ptx)[1]))
     instructions = list(parse(listing))
@@ -157,8 +171,9 @@ def report(path, architecture, folder):
     return row | {
         "registers": registers,
         "warps": warps,
-        "stack": total(r"(\d+) bytes stack frame"),
-        "spilled": total(r"(\d+) bytes spill stores"),
+        "stack": total(r"(\d+) bytes stack frame", said),
+        "spilled": spilled,
+        "forced": forced,
         "local": sum(count[operation] for operation in of("LDL", "STL")),
         "load": (load := max(map(width, of("LDG")), default=0)),
         "store": max(map(width, of("STG")), default=0),
@@ -178,10 +193,8 @@ def table(rows):
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     for kernel, rows in sorted(kernels.items()):
         column = lambda name: [row[name] for row in rows]
-        spilled = [row["spilled"] + row["stack"] for row in rows]
-        columns = [column("registers"), column("warps"), spilled, column("load"), column("store"), column("in_flight")]
-        columns.append(column("kib_in_flight"))
-        cells = [len(set(column("file"))), *map(span, columns)]
+        shown = "registers warps spilled load store in_flight kib_in_flight".split()
+        cells = [len(set(column("file"))), *map(span, map(column, shown))]
         lines.append(f"| `{kernel}` | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -214,10 +227,13 @@ def main():
     compiled = [row for row in rows if "error" not in row]
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
+            writer = csv.DictWriter(file, FIELDS.split())
             writer.writeheader()
             writer.writerows(compiled)
     print(table(compiled))
+    spilling = [row for row in compiled if row["spilled"]]
+    forced = sum(row["forced"] > 0 for row in spilling)
+    print(f"\n{len(spilling)} of {len(compiled)} spill, {forced} of them with all registers.")
     bad = [row for row in compiled if row["stack"] or row["spilled"] or row["local"]] if arguments.check else []
     for row in bad:
         print(f"{row['file']} {row['architecture']}: local memory", file=sys.stderr)

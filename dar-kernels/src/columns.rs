@@ -81,9 +81,9 @@ pub(crate) fn store<E: Float, N: Size>(
 ) {
     let columns = comptime!(config.columns);
     #[unroll]
-    for j in 0..rows {
+    for c in 0..columns {
         #[unroll]
-        for c in 0..columns {
+        for j in 0..rows {
             let column = c * comptime!(config.units) + UNIT_POS_X as usize;
             if inside(c, vectors, config) {
                 to[(row + j) * vectors + column] = values[comptime!(j * columns + c)];
@@ -104,6 +104,17 @@ pub(crate) fn widened<E: Float, N: Size>(stored: &Array<Vector<E, N>>) -> Array<
     widened
 }
 
+/// [`widened`] by [`widen_again`].
+#[cube]
+pub(crate) fn widened_again<E: Float, N: Size>(stored: &Array<Vector<E, N>>, zero: u32) -> Array<Vector<f32, N>> {
+    let mut widened = Array::<Vector<f32, N>>::new(stored.len());
+    #[unroll]
+    for k in 0..stored.len() {
+        widened[k] = widen_again(stored[k], zero);
+    }
+    widened
+}
+
 /// One vector of [`widened`]. A bf16 is the upper half of its f32: a shift and a mask make two of a word. A compiler's own
 /// conversion first moves the upper one to another register, and keeps it there. Only where a vector is one load of 16
 /// bytes, which a runtime with fewer lanes would have to take apart.
@@ -111,20 +122,49 @@ pub(crate) fn widened<E: Float, N: Size>(stored: &Array<Vector<E, N>>) -> Array<
 pub(crate) fn widen<E: Float, N: Size>(stored: Vector<E, N>) -> Vector<f32, N> {
     let lanes = N::value().comptime();
     let bf16 = is_bf16(stored);
-    if comptime!(bf16 && lanes == MOST_LANES) {
-        let size!(Words) = comptime!(lanes / 2);
-        let words = Vector::<u32, Words>::reinterpret(stored);
-        let mut wide = Vector::<f32, N>::new(0.0f32);
-        #[unroll]
-        for k in 0..comptime!(lanes / 2) {
-            let word = words.extract(k);
-            wide.insert(comptime!(2 * k), f32::reinterpret(word << 16));
-            wide.insert(comptime!(2 * k + 1), f32::reinterpret(word & 0xffff_0000));
+    if comptime!(bf16 && lanes == MOST_LANES) { halves::<E, N>(stored, 0u32) } else { Vector::cast_from(stored) }
+}
+
+/// [`widen`] of what was widened before the last barrier. A compiler that knew it to be the same would keep it in f32 over
+/// the barrier, in twice the registers. `zero`: see [`unknown_zero`].
+#[cube]
+pub(crate) fn widen_again<E: Float, N: Size>(stored: Vector<E, N>, zero: u32) -> Vector<f32, N> {
+    let lanes = N::value().comptime();
+    let (bits, bf16) = (E::size_bits().comptime(), is_bf16(stored));
+    if comptime!(bits == 16 && lanes == MOST_LANES) {
+        if comptime!(bf16) {
+            halves::<E, N>(stored, zero)
+        } else {
+            let size!(Words) = comptime!(lanes / 2);
+            let words = Vector::<u32, Words>::reinterpret(stored) ^ Vector::new(zero);
+            Vector::cast_from(Vector::<E, N>::reinterpret(words))
         }
-        wide
     } else {
         Vector::cast_from(stored)
     }
+}
+
+/// Zero, of which a compiler knows neither that nor that it is the same for every `step` of a loop: rows have less than
+/// 2^31 `vectors`. What depends on it is made where it stands, and not moved out of a loop or taken from before a barrier.
+#[cube]
+pub(crate) fn unknown_zero(vectors: usize, step: usize) -> u32 {
+    (u32::cast_from(vectors) & u32::cast_from(step)) >> 31
+}
+
+/// The f32 of bf16, two in a word. `zero` is zero.
+#[cube]
+fn halves<E: Float, N: Size>(stored: Vector<E, N>, zero: u32) -> Vector<f32, N> {
+    let lanes = N::value().comptime();
+    let size!(Words) = comptime!(lanes / 2);
+    let words = Vector::<u32, Words>::reinterpret(stored);
+    let mut wide = Vector::<f32, N>::new(0.0f32);
+    #[unroll]
+    for k in 0..comptime!(lanes / 2) {
+        let word = words.extract(k);
+        wide.insert(comptime!(2 * k), f32::reinterpret(word << (16u32 + zero)));
+        wide.insert(comptime!(2 * k + 1), f32::reinterpret(word & (0xffff_0000u32 + zero)));
+    }
+    wide
 }
 
 /// Whether the type of storage is bf16.

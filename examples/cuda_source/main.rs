@@ -27,7 +27,7 @@ mod offline;
 mod shapes;
 mod writer;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
 
@@ -57,6 +57,9 @@ struct Args {
     /// One width and a few of the benchmarks' sizes.
     #[arg(long)]
     few: bool,
+    /// Only of launches whose name contains this: `prefix_fwd`, `pass`.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    filter: String,
 }
 
 fn main() -> ExitCode {
@@ -89,7 +92,7 @@ fn run(args: &Args) -> Result<usize, String> {
     let written: Vec<Result<Written, String>> = thread::scope(|scope| {
         let write = |language: Language, index| {
             let bar = bars.add(ProgressBar::no_length());
-            scope.spawn(move || write(language, index, &args.out.join(language.name()), args.few, &bar))
+            scope.spawn(move || write(language, index, args, &bar))
         };
         let threads: Vec<_> = languages.into_iter().zip(0..).map(|(language, index)| write(language, index)).collect();
         threads.into_iter().map(|thread| thread.join().expect("what panics is caught")).collect()
@@ -105,10 +108,11 @@ fn run(args: &Args) -> Result<usize, String> {
     Ok(failed)
 }
 
-fn write(language: Language, index: u16, folder: &Path, few: bool, bar: &ProgressBar) -> Result<Written, String> {
-    let (writer, written) = Writer::new(language, folder)?;
+fn write(language: Language, index: u16, args: &Args, bar: &ProgressBar) -> Result<Written, String> {
+    let (writer, written) = Writer::new(language, &args.out.join(language.name()))?;
     let client = client(writer, language.name(), index);
-    let all = launches::all(&client, few);
+    let mut all = launches::all(&client, args.few);
+    all.retain(|launch| launch.name().contains(&args.filter));
     bar.set_length(all.len() as u64);
     bar.set_style(ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} {wide_msg}").expect("a template"));
     bar.set_prefix(language.name());

@@ -539,10 +539,11 @@ fn prefix_bwd_kernel_query<E: Float, N: Size>(
         for i in 0..chunk {
             let item = start + i * rows;
             let (entry, token) = (item / tokens, item % tokens);
+            let first_to_see = entry * branches_per_block;
             #[unroll]
             for s in 0..group {
                 let read = begin + s;
-                let seen = item < items && read < reads && entry <= read / branches_per_block;
+                let seen = item < items && read < reads && first_to_see <= read;
                 #[unroll]
                 for j in 0..outputs {
                     let k = comptime!((i * group + s) * outputs + j);

@@ -28,6 +28,10 @@ const MOST_LOGITS: usize = 32;
 /// for the queries on their way to them, the logits and the elements in flight. From 192 on it spills.
 const MOST_REGISTERS: usize = 184;
 
+/// Accumulators up to which the forward spares registers: a quarter of what a unit has where two cubes of 256 share a
+/// multiprocessor.
+const MOST_SPARING: usize = 32;
+
 /// Values of a head that one unit tells the others, forward: the factor of what was accumulated, and the weights of a chunk.
 pub(super) const fn told(chunk: usize) -> usize {
     1 + chunk
@@ -57,6 +61,14 @@ pub(crate) struct PrefixConfig {
     /// Entries a chunk.
     pub(crate) chunk: usize,
     pub(crate) row: Row,
+}
+
+impl PrefixConfig {
+    /// Whether the forward widens values a second time, past the barrier, rather than keep them in f32: only where a second
+    /// cube then fits on a multiprocessor. With more accumulators it does not, and the instructions count.
+    pub(crate) const fn spares_registers(self) -> bool {
+        self.group * self.outputs * self.row.columns * self.row.lanes <= MOST_SPARING
+    }
 }
 
 /// What a prefix works on: sizes of an entry, its type, streams of a query, and queries.

@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use super::config::{PrefixConfig, Work, told};
-use crate::columns::{clamped, narrowed, store, widen};
+use crate::columns::{clamped, narrowed, store, unknown_zero, widen, widen_again};
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
@@ -218,6 +218,7 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     let begin = cube % comptime!(config.groups) * group; // of the `count` queries, that of head 0
 
     let keyed = comptime!(key.is_some());
+    let spares = comptime!(config.spares_registers());
     let mixing = comptime!(input.is_some());
     let of_mix = comptime!(if mixing { SUMS_OF_MIX } else { 0usize });
     let told = comptime!(told(chunk));
@@ -236,6 +237,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
     }
 
     for start in range_stepped(0, entries, chunk) {
+        // Addresses of queries, made once for all chunks, would take two registers each.
+        let zero = unknown_zero(vectors, start);
+        let vectors = vectors + zero as usize;
         // All loads of the chunk, so that they are in flight together.
         let mut values = Array::<Vector<E, N>>::new(comptime!(chunk * streams * columns));
         let mut keys = Array::<Vector<E, N>>::new(comptime!(if keyed { chunk * outputs * columns } else { 1 }));
@@ -295,35 +299,60 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
             ComptimeOption::None => {}
         }
 
-        // (A.1)
+        // (A.1) By column. Sparing registers, the queries come first and take one key after the other; else the keys, which
+        // stay in f32 for (A.4), take one query after the other.
         let mut logits = Array::<f32>::new(comptime!(chunk * heads));
         #[unroll]
-        for s in 0..group {
+        for k in 0..comptime!(chunk * heads) {
+            logits[k] = f32::new(0.0);
+        }
+        #[unroll]
+        for j in 0..outputs {
+            let states = comptime!(if keyed { outputs } else { streams });
+            let from = comptime!(if keyed { j } else { config.routing.key_stream(j) });
+            let stored = if comptime!(keyed) { &keys } else { &values };
             #[unroll]
-            for j in 0..outputs {
-                let mut queries = Array::<Vector<f32, N>>::new(columns);
-                #[unroll]
-                for c in 0..columns {
-                    let column = c * units + unit;
-                    queries[c] = Vector::new(0.0f32);
-                    if begin + s < count && column < vectors {
-                        queries[c] = query[((first + begin + s) * outputs + j) * vectors + column];
-                    }
-                }
-                let key = comptime!(config.routing.key_stream(j));
-                #[unroll]
-                for r in 0..chunk {
-                    let mut dot = f32::new(0.0);
+            for c in 0..columns {
+                let column = c * units + unit;
+                if comptime!(spares && group <= chunk) {
+                    let mut queries = Array::<Vector<f32, N>>::new(group);
                     #[unroll]
-                    for c in 0..columns {
-                        if comptime!(keyed) {
-                            dot = add_dot(dot, queries[c], widen(keys[comptime!((r * outputs + j) * columns + c)]));
-                        } else {
-                            let k = comptime!((r * streams + key) * columns + c);
-                            dot = add_dot(dot, queries[c], widen(values[k]));
+                    for s in 0..group {
+                        queries[s] = Vector::new(0.0f32);
+                        if column < vectors {
+                            // Past the last query the last one again, which goes nowhere.
+                            let row = (first + min(begin + s, count - 1)) * outputs + j;
+                            queries[s] = query[row * vectors + column];
                         }
                     }
-                    logits[comptime!((r * group + s) * outputs + j)] = dot;
+                    #[unroll]
+                    for r in 0..chunk {
+                        let own = widen(stored[comptime!((r * states + from) * columns + c)]);
+                        #[unroll]
+                        for s in 0..group {
+                            let k = comptime!((r * group + s) * outputs + j);
+                            logits[k] = add_dot(logits[k], queries[s], own);
+                        }
+                    }
+                } else {
+                    let mut own = Array::<Vector<f32, N>>::new(chunk);
+                    #[unroll]
+                    for r in 0..chunk {
+                        own[r] = widen(stored[comptime!((r * states + from) * columns + c)]);
+                    }
+                    #[unroll]
+                    for s in 0..group {
+                        let mut query_of = Vector::<f32, N>::new(0.0f32);
+                        if column < vectors {
+                            let row = (first + min(begin + s, count - 1)) * outputs + j;
+                            query_of = query[row * vectors + column];
+                        }
+                        #[unroll]
+                        for r in 0..chunk {
+                            let k = comptime!((r * group + s) * outputs + j);
+                            logits[k] = add_dot(logits[k], query_of, own[r]);
+                        }
+                    }
                 }
             }
         }
@@ -396,7 +425,9 @@ fn prefix_fwd_kernel<E: Float, N: Size>(
                     for c in 0..columns {
                         let k = comptime!(head * columns + c);
                         let from = comptime!((r * streams + from) * columns + c);
-                        retrieved[k] += Vector::new(weight) * widen(values[from]);
+                        let value =
+                            if comptime!(spares) { widen_again(values[from], zero) } else { widen(values[from]) };
+                        retrieved[k] += Vector::new(weight) * value;
                     }
                 }
             }

@@ -2,7 +2,7 @@ use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose_backward};
 use super::fwd::{Inputs, gates_and_gain, inputs, merge, mixed, own_lse, partial_sums, publish_shares, sum_of_streams};
-use crate::columns::{inside, load, narrowed, reload, store, widen, widened};
+use crate::columns::{inside, load, narrowed, reload, store, unknown_zero, widen, widened, widened_again};
 use crate::dims::token_gradients;
 use crate::launch::{Tuning, cube_index, cubes};
 use crate::numeric::{add_dot, inverse_rms};
@@ -274,45 +274,44 @@ fn read_bwd_kernel<E: Float, N: Size>(
     }
 
     for token in range_stepped(row, tokens, rows) {
+        // Addresses of parameters, made once for all tokens, would take two registers each.
+        let zero = unknown_zero(vectors, token);
+        let vectors = vectors + zero as usize;
+        let tokens = tokens + zero as usize;
         let at = (slot * tokens + token) * streams; // row of the retrieved state
         let own = read * tokens + token; // row of the scalars of this read
         // Gates first, so that they are in flight with what follows.
         let mut alpha = Array::<f32>::new(2usize);
-        let mut beta = Array::<f32>::new(2usize);
-        let mut d_beta = Array::<f32>::new(2usize);
         if comptime!(sited) {
             let gate = gate.unwrap();
             #[unroll]
             for j in 0usize..2 {
                 alpha[j] = gate[own * GATES + ALPHA + j];
-                beta[j] = gate[own * GATES + BETA + j];
-                d_beta[j] = f32::new(0.0);
-                if comptime!(written) {
-                    d_beta[j] = d_token[own * width + j];
-                }
             }
         }
         let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
         let stored = load::<E, N>(states, at, vectors, streams, comptime!(config.row));
-        let d_input = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
-        let mut merged = widened::<E, N>(&stored);
-        let mut d_inputs = widened::<E, N>(&d_input);
+        let d_stored = load::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
 
         // The merge again, and with the same sum <D^0 - D^1, P^0 - P^1>, where D is the gradient of the state after the
         // branch.
+        let mut merged = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
         let mut open = Array::<Vector<f32, N>>::new(comptime!(streams * columns)); // the partial state P
         let mut about = Array::<f32>::new(sums_of_merge);
         let mut share = Array::<f32>::new(comptime!(2 * streams));
+        if comptime!(!opened) {
+            merged = widened::<E, N>(&stored);
+        }
         #[comptime]
         match partial {
             ComptimeOption::Some(partial) => {
-                let stored = load::<E, N>(partial, token * streams, vectors, streams, comptime!(config.row));
+                let stored_open = load::<E, N>(partial, token * streams, vectors, streams, comptime!(config.row));
                 let mut after = Array::<Vector<E, N>>::new(comptime!(streams * columns)); // D
                 if comptime!(transported) {
                     let d_partial = d_partial.as_mut().unwrap().slice(0, tokens * streams * vectors);
                     after = load::<E, N>(d_partial, token * streams, vectors, streams, comptime!(config.row));
                 }
-                open = widened::<E, N>(&stored);
+                open = widened::<E, N>(&stored_open);
                 let query = query.unwrap();
                 about = partial_sums::<N>(&open, query, &site, read, vectors, more, config);
                 if comptime!(transported) {
@@ -340,10 +339,13 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 for k in 0..comptime!(2 * streams) {
                     share[k] = sums.published(comptime!(sums_of_merge + k));
                 }
+                merged = widened::<E, N>(&stored);
+                open = widened_again::<E, N>(&stored_open, zero);
                 merge::<N>(&mut merged, &open, &share, config);
             }
             ComptimeOption::None => {}
         }
+        let mut d_inputs = widened::<E, N>(&d_stored);
 
         // Through the norm of a branch without gates.
         #[comptime]
@@ -389,8 +391,6 @@ fn read_bwd_kernel<E: Float, N: Size>(
                 // branch's norm of u = alpha0 h0 + alpha1 h1, where d_input becomes gain d_input, first: <u, u>,
                 // <d_input, u>, <u, h^j>.
                 let mut sum = Array::<f32>::new(comptime!(if normed { 11usize } else { 7 }));
-                let kept = comptime!(if normed { columns } else { 1usize });
-                let mut d_normed = Array::<Vector<f32, N>>::new(kept);
                 if comptime!(normed) {
                     let inputs = mixed::<N>(&merged, &alpha, comptime!(config.row)); // u
                     let start = site_gain::<N>(vectors);
@@ -399,7 +399,6 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     #[unroll]
                     for c in 0..columns {
                         let column = c * units + unit;
-                        d_normed[c] = d_inputs[c];
                         if column < vectors {
                             d_inputs[c] *= site[start + column];
                             squares = add_dot(squares, inputs[c], inputs[c]);
@@ -454,11 +453,27 @@ fn read_bwd_kernel<E: Float, N: Size>(
                     }
                     sum[k] = dot;
                 }
+                // Before the barriers of the sum, past which no load is moved.
+                let gate = gate.unwrap();
+                let mut beta = Array::<f32>::new(2usize);
+                let mut d_beta = Array::<f32>::new(2usize);
+                #[unroll]
+                for j in 0usize..2 {
+                    beta[j] = gate[own * GATES + BETA + j];
+                    d_beta[j] = f32::new(0.0);
+                    if comptime!(written) {
+                        d_beta[j] = d_token[own * width + j];
+                    }
+                }
                 sums.sum(&mut sum);
 
                 if comptime!(normed) {
                     let norm = inverse_rms(sum[7], inv_d_model, norm_eps);
                     let back = norm * norm * norm * sum[8] * inv_d_model;
+                    let mut d_normed = Array::<Vector<f32, N>>::new(columns);
+                    if comptime!(gain_trained) {
+                        d_normed = reload::<E, N>(d_input, token, vectors, 1usize, comptime!(config.row));
+                    }
                     #[unroll]
                     for c in 0..columns {
                         // u again, of its parts: in registers over the barrier it would make others spill.
@@ -531,11 +546,16 @@ fn read_bwd_kernel<E: Float, N: Size>(
             }
         }
 
-        // With a merge the retrieved state again.
+        // With a merge both of its states again.
         let mut retrieved = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
-        if comptime!(opened) {
-            let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
-            retrieved = reload::<E, N>(states, at, vectors, streams, comptime!(config.row));
+        #[comptime]
+        match partial {
+            ComptimeOption::Some(partial) => {
+                let states = state.slice(0, (slot + 1) * tokens * streams * vectors);
+                retrieved = reload::<E, N>(states, at, vectors, streams, comptime!(config.row));
+                open = reload::<E, N>(partial, token * streams, vectors, streams, comptime!(config.row));
+            }
+            ComptimeOption::None => {}
         }
         // The gradient of the retrieved state as it is stored, for the history's backward compares with it:
         // <d_hist, hist>; and <d_h, hist - P>.

@@ -1,7 +1,7 @@
 use cubecl::prelude::*;
 
 use super::config::{ReadConfig, choose};
-use crate::columns::{load, narrowed, store, widened};
+use crate::columns::{load, narrowed, store, unknown_zero, widened, widened_again};
 use crate::launch::{Row, Tuning, cube_index, cubes};
 use crate::numeric::{add_dot, inverse_rms, sigmoid};
 use crate::operand::{Check, F32, Operand};
@@ -253,7 +253,10 @@ fn read_fwd_kernel<E: Float, N: Size>(
         CubeSum::publishing(comptime!(2 * streams + 1), comptime!((2 * streams).max(4)), comptime!(config.row));
 
     let retrieved = load::<E, N>(state, (slot * tokens + token) * streams, vectors, streams, comptime!(config.row));
-    let mut merged = widened::<E, N>(&retrieved);
+    let mut merged = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
+    if comptime!(output.is_none()) {
+        merged = widened::<E, N>(&retrieved);
+    }
     #[comptime]
     match output {
         ComptimeOption::Some(output) => {
@@ -269,8 +272,7 @@ fn read_fwd_kernel<E: Float, N: Size>(
                 }
             }
             let row = comptime!(config.row);
-            let written = written::<E, N>(before, output, &gates, token, vectors, gated, row);
-            let stored = narrowed::<E, N>(&written);
+            let stored = written::<E, N>(before, output, &gates, token, vectors, gated, row);
             store::<E, N>(&stored, partial, token * streams, vectors, streams, row);
 
             let open = widened::<E, N>(&stored);
@@ -295,6 +297,8 @@ fn read_fwd_kernel<E: Float, N: Size>(
                 gate[own + RHO] = sigmoid(scale * norm * sums.total(4) + bias); // (16)
             }
             sync_cube();
+            merged = widened::<E, N>(&retrieved);
+            let open = widened_again::<E, N>(&stored, unknown_zero(vectors, token));
             let mut share = Array::<f32>::new(comptime!(2 * streams));
             #[unroll]
             for k in 0..comptime!(2 * streams) {

@@ -1,6 +1,6 @@
 use cubecl::prelude::*;
 
-use crate::columns::{inside, load, narrowed, store, widened};
+use crate::columns::{inside, load, narrowed, store, widen, widened};
 use crate::launch::{Held, Row, Tuning, cube_index, cubes};
 use crate::numeric::add_dot;
 use crate::operand::{Check, F32, Operand};
@@ -199,7 +199,7 @@ fn write_fwd_kernel<E: Float, N: Size>(
         ComptimeOption::None => {}
     }
     let written = written::<E, N>(before, output, &gates, token, vectors, gated, config);
-    store::<E, N>(&narrowed::<E, N>(&written), state, token * streams, vectors, streams, config);
+    store::<E, N>(&written, state, token * streams, vectors, streams, config);
 }
 
 #[cube(launch, address_type = "dynamic")]
@@ -236,8 +236,7 @@ fn close_fwd_kernel<E: Float, N: Size>(
     }
     let mut sums = CubeSum::new(streams, config);
     let columns = comptime!(config.columns);
-    let written = written::<E, N>(before, output, &gates, token, vectors, gated, config);
-    let stored = narrowed::<E, N>(&written);
+    let stored = written::<E, N>(before, output, &gates, token, vectors, gated, config);
     let rounded = widened::<E, N>(&stored); // the key is the norm of what is stored
     let mut norms = Array::<f32>::new(streams);
     #[unroll]
@@ -288,7 +287,7 @@ fn write_gates(gate: &[f32], row: usize) -> Array<f32> {
     gates
 }
 
-/// The columns of all streams of the state after a branch (17): `[streams, columns]`. `gates`:
+/// The columns of all streams of the state after a branch (17), as they are stored: `[streams, columns]`. `gates`:
 /// [`write_gates`], not read without gates.
 #[cube]
 pub(crate) fn written<E: Float, N: Size>(
@@ -299,47 +298,42 @@ pub(crate) fn written<E: Float, N: Size>(
     vectors: usize,
     #[comptime] gated: bool,
     #[comptime] config: Row,
-) -> Array<Vector<f32, N>> {
+) -> Array<Vector<E, N>> {
     let streams = comptime!(if gated { 2usize } else { 1 });
     let columns = comptime!(config.columns);
-    let mut written = Array::<Vector<f32, N>>::new(comptime!(streams * columns));
-    #[unroll]
-    for k in 0..comptime!(streams * columns) {
-        written[k] = Vector::new(0.0f32);
-    }
+    let started = comptime!(before.is_none()); // from zero
     let y = load::<E, N>(output, token, vectors, 1usize, config);
+    let mut states = Array::<Vector<E, N>>::new(comptime!(if started { 1 } else { streams * columns }));
     #[comptime]
     match before {
         ComptimeOption::Some(before) => {
-            let before = load::<E, N>(before, token * streams, vectors, streams, config);
-            let before = widened::<E, N>(&before);
-            #[unroll]
-            for j in 0..streams {
-                #[unroll]
-                for c in 0..columns {
-                    let k = comptime!(j * columns + c);
-                    if comptime!(gated) {
-                        let other = comptime!((1 - j) * columns + c);
-                        written[k] = Vector::new(gates[2]) * before[k] + Vector::new(1.0f32 - gates[2]) * before[other];
-                    } else {
-                        written[k] = before[k];
-                    }
-                }
-            }
+            states = load::<E, N>(before, token * streams, vectors, streams, config);
         }
         ComptimeOption::None => {}
     }
-    let y = widened::<E, N>(&y);
+    // By column, so that few are in f32 at once.
+    let mut written = Array::<Vector<E, N>>::new(comptime!(streams * columns));
     #[unroll]
-    for j in 0..streams {
+    for c in 0..columns {
+        let y = widen(y[c]);
         #[unroll]
-        for c in 0..columns {
+        for j in 0..streams {
             let k = comptime!(j * columns + c);
+            let mut sum = y;
             if comptime!(gated) {
-                written[k] += Vector::new(gates[j]) * y[c];
-            } else {
-                written[k] += y[c];
+                sum *= Vector::new(gates[j]);
             }
+            if comptime!(!started) {
+                let own = widen(states[k]);
+                if comptime!(gated) {
+                    let other = widen(states[comptime!((1 - j) * columns + c)]);
+                    sum += Vector::new(gates[2]) * own;
+                    sum += Vector::new(1.0f32 - gates[2]) * other;
+                } else {
+                    sum += own;
+                }
+            }
+            written[k] = Vector::cast_from(sum);
         }
     }
     written
