@@ -57,7 +57,7 @@ struct Args {
     /// One width and a few of the benchmarks' sizes.
     #[arg(long)]
     few: bool,
-    /// Only of launches whose name contains this: `prefix_fwd`, `pass`.
+    /// Only of launches whose name contains this, as `prefix forward bf16` or `a pass`.
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
 }
@@ -113,6 +113,9 @@ fn write(language: Language, index: u16, args: &Args, bar: &ProgressBar) -> Resu
     let client = client(writer, language.name(), index);
     let mut all = launches::all(&client, args.few);
     all.retain(|launch| launch.name().contains(&args.filter));
+    if all.is_empty() {
+        return Err(format!("no launch's name contains `{}`; try `prefix forward` or `a pass`", args.filter));
+    }
     bar.set_length(all.len() as u64);
     bar.set_style(ProgressStyle::with_template("{prefix} {bar:30} {pos}/{len} {wide_msg}").expect("a template"));
     bar.set_prefix(language.name());
